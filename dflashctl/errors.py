@@ -1,0 +1,112 @@
+"""What can go wrong, in one tree: each error knows its exit code, its code word for --json and, where there is one, a hint."""
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of every command; the README's table is this enum."""
+
+    OK = 0
+    RUN_FAILED = 1
+    USAGE = 2
+    CONFIG = 3
+    HOST = 4
+    CONTAINER = 5
+    GPU_BUSY = 6
+    GPU_UNKNOWN = 7
+    ENVIRONMENT = 8
+    DIED_AT_START = 9
+    RUN_NOT_FOUND = 10
+    STOP_INCOMPLETE = 11
+    TIMEOUT = 124
+    INTERRUPTED = 130
+
+
+class DflashctlError(Exception):
+    """Base: `str(error)` is one sentence; `hint` says how to go on; `details` goes into the --json document."""
+
+    exit_code = ExitCode.ENVIRONMENT
+    code = "error"
+
+    def __init__(self, message: str, *, hint: str | None = None, details: dict[str, object] | None = None) -> None:
+        """Keep the sentence, the hint and what --json shows beside them."""
+        super().__init__(message)
+        self.hint = hint
+        self.details = details or {}
+
+
+class UsageError(DflashctlError):
+    """Arguments that do not go together."""
+
+    exit_code = ExitCode.USAGE
+    code = "usage"
+
+
+class ConfigurationError(DflashctlError):
+    """hosts.yaml, an experiment or an override is wrong."""
+
+    exit_code = ExitCode.CONFIG
+    code = "config"
+
+
+class HostError(DflashctlError):
+    """The host cannot be reached, or its key is refused."""
+
+    exit_code = ExitCode.HOST
+    code = "host_unreachable"
+
+
+class ContainerError(DflashctlError):
+    """The container is not there, not running, or not ours to enter."""
+
+    exit_code = ExitCode.CONTAINER
+    code = "container"
+
+
+class GpuBusyError(DflashctlError):
+    """GPUs are in use."""
+
+    exit_code = ExitCode.GPU_BUSY
+    code = "gpu_busy"
+
+
+class GpuUnknownError(DflashctlError):
+    """GPUs cannot be read, so nobody knows whether they are free."""
+
+    exit_code = ExitCode.GPU_UNKNOWN
+    code = "gpu_unknown"
+
+
+class EnvironmentFault(DflashctlError):
+    """The host lacks something: interpreter, torch, room, permission; or the code does not parse there."""
+
+    exit_code = ExitCode.ENVIRONMENT
+    code = "environment"
+
+
+class StartupDeath(DflashctlError):
+    """The run ended inside its start-up window."""
+
+    exit_code = ExitCode.DIED_AT_START
+    code = "died_at_start"
+
+
+class RunNotFoundError(DflashctlError):
+    """No run of that name, or several."""
+
+    exit_code = ExitCode.RUN_NOT_FOUND
+    code = "run_not_found"
+
+
+class StopIncompleteError(DflashctlError):
+    """Processes of the run survived."""
+
+    exit_code = ExitCode.STOP_INCOMPLETE
+    code = "stop_incomplete"
+
+
+class RemoteTimeoutError(DflashctlError):
+    """The host did not answer in time."""
+
+    exit_code = ExitCode.TIMEOUT
+    code = "timeout"

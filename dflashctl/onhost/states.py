@@ -1,0 +1,106 @@
+"""What became of a run, from what it left: pid, exit_code and stopped files, never from a search by name."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from dflashctl.onhost.layout import RunFolder
+from dflashctl.onhost.processes import recorded_process
+
+LIVING = ("starting", "running")
+CLAIM_GRACE_S = 30.0
+_EVENT_TAIL = 1 << 17
+
+
+def state_of(folder: RunFolder) -> dict[str, Any]:
+    """State, exit code, signal, pid, times and last event of one run; what is not known is None."""
+    alive = recorded_process(folder.pid)
+    code = _exit_code(folder.exit_code)  # read after the process was looked for: it is written before the process goes
+    started, ended = _mtime(folder.pid), _mtime(folder.exit_code) if code is not None else None
+    event = last_event(folder.events)
+    return {
+        "run": folder.run,
+        "state": _state(folder, alive is not None, code, started),
+        "exit_code": code,
+        "signal": code - 128 if code is not None and code > 128 else None,
+        "pid": _pid(folder.pid),
+        "started_at": _utc(started),
+        "ended_at": _utc(ended),
+        "duration_s": _age(started, ended),
+        "step": last_event(folder.events, "step").get("step"),
+        "last_event": event.get("event"),
+        "last_event_age_s": _age(_mtime(folder.events), None) if event else None,
+        "error": event.get("error") if event.get("event") == "failed" else None,
+    }
+
+
+def _state(folder: RunFolder, alive: bool, code: int | None, started: float | None) -> str:
+    if code is not None:
+        if folder.stopped.exists():
+            return "stopped"
+        return "killed" if code > 128 else "exited"
+    if alive:
+        return "running"
+    if folder.stopped.exists():
+        return "stopped"
+    claimed = _age(_mtime(folder.record_path), None)
+    fresh = started is None and claimed is not None and claimed < CLAIM_GRACE_S
+    return "starting" if fresh else "lost"
+
+
+def last_event(path: Path, kind: str | None = None) -> dict[str, Any]:
+    """The newest event (of one kind) in the last 128 KiB of events.jsonl; empty where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _EVENT_TAIL))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and (kind is None or event.get("event") == kind):
+            return event
+    return {}
+
+
+def _exit_code(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _pid(path: Path) -> int | None:
+    try:
+        return int(path.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _mtime(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _utc(stamp: float | None) -> str | None:
+    if stamp is None:
+        return None
+    moment = datetime.datetime.fromtimestamp(stamp, datetime.timezone.utc)
+    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _age(start: float | None, end: float | None) -> float | None:
+    """Seconds from `start` to `end` (None: now), by the host's own clock; never below zero."""
+    if start is None:
+        return None
+    return round(max(0.0, (time.time() if end is None else end) - start), 3)

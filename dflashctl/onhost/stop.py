@@ -1,0 +1,70 @@
+"""Stop a run: TERM to the whole tree, grace, KILL, then look again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import Any
+
+from dflashctl.onhost.layout import Layout, RunFolder, write_text
+from dflashctl.onhost.processes import Process, family, read_process, recorded_process
+from dflashctl.onhost.states import LIVING, state_of
+
+_KILL_S = 5.0
+
+
+def stop(args: dict[str, Any]) -> dict[str, Any]:
+    """Stop `run`; answers `already` (it had ended), `survivors` [{pid, name, state}] and its state."""
+    folder = Layout(args["root"]).find_run(args["run"])
+    already = state_of(folder)["state"] not in LIVING
+    tree = _Tree(folder)
+    if tree.living() and not already:
+        write_text(folder.stopped, f"{args['by']}\n")
+    tree.signal(signal.SIGTERM)
+    if not tree.gone(args["grace_s"]):
+        # without children the wrapper has nothing left to wait for: it writes the exit code and goes
+        tree.signal(signal.SIGKILL, spare=tree.wrapper)
+        if not tree.gone(_KILL_S):
+            tree.signal(signal.SIGKILL)
+            tree.gone(_KILL_S)
+    survivors = [{"pid": p.pid, "name": p.name, "state": p.state} for p in tree.living()]
+    return {"already": already, "survivors": survivors, "state": state_of(folder)}
+
+
+class _Tree:
+    """The processes of a run. Who was once seen in it stays in it: a dying parent takes the tie to its children along."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._launch_id = folder.record().get("launch_id", "")
+        self._seen: dict[int, str] = {}
+        self.wrapper = recorded_process(folder.pid)
+
+    def living(self) -> list[Process]:
+        wrapper = self.wrapper if self.wrapper and _is_same(self.wrapper.pid, self.wrapper.start) else None
+        self._seen.update((process.pid, process.start) for process in family(wrapper, self._launch_id))
+        found = (read_process(pid) for pid, start in self._seen.items() if _is_same(pid, start))
+        return [process for process in found if process]
+
+    def signal(self, number: signal.Signals, spare: Process | None = None) -> None:
+        for process in self.living():
+            if process.pid > 1 and not (spare and process.pid == spare.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def gone(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.living():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def _is_same(pid: int, start: str) -> bool:
+    process = read_process(pid)
+    return process is not None and process.start == start and process.state != "Z"
+
+
+VERBS = {"stop": stop}

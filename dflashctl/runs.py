@@ -1,0 +1,149 @@
+"""The laptop's memory of runs: an append-only history.jsonl under the state directory, read by every verb that takes a RUN.
+
+A launch is written down before anything is sent, so that a link lost half-way leaves a trace to look for. The newest line of a
+launch id wins; a torn last line is passed over and said.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from dflashctl.errors import ConfigurationError, EnvironmentFault, RunNotFoundError
+
+_RUN = re.compile(r"(?:(?P<host>[^:\s]+):)?(?P<run>[a-z0-9][a-z0-9_-]*)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """One launch as the laptop remembers it; `run` is None until the host has claimed a folder for it."""
+
+    launch_id: str
+    host: str
+    tag: str
+    created_at: str
+    run: str | None = None
+    release: str | None = None
+    hypothesis: str | None = None
+    state: str | None = None
+    exit_code: int | None = None
+
+    @property
+    def name(self) -> str:
+        """`HOST:RUN`, as every RUN argument takes it."""
+        return f"{self.host}:{self.run}"
+
+
+def state_directory(environ: Mapping[str, str]) -> Path:
+    """DFLASHCTL_STATE_DIR, else XDG_STATE_HOME/dflashctl, else ~/.local/state/dflashctl."""
+    if environ.get("DFLASHCTL_STATE_DIR"):
+        return Path(environ["DFLASHCTL_STATE_DIR"]).expanduser()
+    base = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".local" / "state"
+    return Path(base) / "dflashctl"
+
+
+class History:
+    """history.jsonl; several command lines may write at once."""
+
+    def __init__(self, directory: Path) -> None:
+        """Use `directory`, made on the first write."""
+        self._path = directory / "history.jsonl"
+        self.torn_lines = 0
+
+    def append(self, record: RunRecord) -> None:
+        """Add one line; raises EnvironmentFault when the state directory cannot be written."""
+        line = json.dumps({"schema": 1} | asdict(record)) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if file.tell() and not _ends_a_line(file):
+                    line = "\n" + line  # an interrupted write must not swallow this one
+                file.write(line.encode())
+        except OSError as error:
+            raise EnvironmentFault(
+                f"history cannot be written: {self._path}: {error.strerror}", hint="set DFLASHCTL_STATE_DIR"
+            ) from error
+
+    def records(self) -> list[RunRecord]:
+        """Newest first, one a launch."""
+        try:
+            lines = self._path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise EnvironmentFault(f"history cannot be read: {self._path}: {error.strerror}") from error
+        latest: dict[str, RunRecord] = {}
+        self.torn_lines = 0
+        for line in filter(None, lines):
+            record = _parse(line)
+            if record is None:
+                self.torn_lines += 1
+            else:
+                latest[record.launch_id] = record
+        return sorted(latest.values(), key=lambda r: r.created_at, reverse=True)
+
+    def merge(self, host: str, found: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what a host says of its runs: `found` is [{record, state}]; lines are added only for what changed."""
+        known = {record.launch_id: record for record in self.records()}
+        for entry in found:
+            record, state = entry["record"], entry["state"]
+            launch_id = str(record.get("launch_id"))
+            old = known.get(launch_id)
+            new = RunRecord(
+                launch_id=launch_id,
+                host=host,
+                tag=str(record.get("tag")),
+                created_at=old.created_at if old else str(record.get("launched_at")),
+                run=str(record.get("run")),
+                release=record.get("release"),
+                hypothesis=record.get("hypothesis"),
+                state=state["state"],
+                exit_code=state["exit_code"],
+            )
+            if new != old:
+                self.append(new)
+
+    def find(self, text: str | None) -> RunRecord:
+        """RUN as people write it: exact id, else unique prefix, else HOST:RUN; None: the newest."""
+        records = [record for record in self.records() if record.run]
+        if text is None:
+            if not records:
+                raise RunNotFoundError("no run yet", hint="dflashctl launch --tag TAG, or dflashctl runs --refresh")
+            return records[0]
+        match = _RUN.fullmatch(text)
+        if not match:
+            raise RunNotFoundError(f"RUN must be RUN or HOST:RUN, got '{text}'")
+        candidates = [r for r in records if match["host"] in (None, r.host)]
+        exact = [r for r in candidates if r.run == match["run"]]
+        found = exact or [r for r in candidates if r.run and r.run.startswith(match["run"])]
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise RunNotFoundError(f"no run '{text}' in this machine's history", hint="dflashctl runs --refresh asks the hosts")
+        names = ", ".join(sorted(r.name for r in found))
+        raise RunNotFoundError(f"'{text}' could be any of {names}", hint="name one of them")
+
+
+def _ends_a_line(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return bool(file.read(1) == b"\n")
+
+
+def _parse(line: bytes) -> RunRecord | None:
+    try:
+        values = json.loads(line)
+        return RunRecord(**{f.name: values[f.name] for f in fields(RunRecord)})
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def known_host(record: RunRecord, names: Sequence[str]) -> str:
+    """The record's host, if hosts.yaml still has it; raises ConfigurationError."""
+    if record.host not in names:
+        raise ConfigurationError(f"run {record.run} was launched on host {record.host}, which hosts.yaml no longer has")
+    return record.host

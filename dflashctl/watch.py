@@ -1,0 +1,115 @@
+"""Look without touching: a run's state, its log by byte offset until it has ended, and a host's GPUs."""
+
+import base64
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dflashctl.errors import DflashctlError, ExitCode, HostError, RemoteTimeoutError
+from dflashctl.gpus import GpuReport, judge, parse_query, query_script
+from dflashctl.runs import History, RunRecord
+from dflashctl.session import HostSession
+
+_WAIT_S = 10.0
+_PAUSE_S = 0.3
+_GPU_QUERY_S = 45.0
+_ENDED = frozenset({"exited", "killed", "stopped", "lost"})
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one look at a run saw; `data` is raw log, `offset` where the next look begins."""
+
+    state: dict[str, Any]
+    data: bytes
+    offset: int
+    log: str
+
+    @property
+    def is_last(self) -> bool:
+        """The run has ended and nothing of its log is left."""
+        return not self.data and self.state["state"] in _ENDED
+
+
+def look(session: HostSession, run: str, offset: int | None, lines: int = 0, wait_s: float = 0) -> Chunk:
+    """State and log from `offset`, or from the last `lines` lines where it is None; waits up to `wait_s` for news."""
+    request = {"root": session.host.root, "run": run, "offset": offset, "lines": lines, "wait_s": wait_s}
+    answer = session.call("runs", "peek", request, timeout_s=wait_s + 30)
+    return Chunk(answer["state"], base64.b64decode(answer["data"]), answer["offset"], answer["log"])
+
+
+def follow(
+    session: HostSession, run: str, emit: Callable[[bytes], None], offset: int | None = None, lines: int = 10
+) -> dict[str, Any]:
+    """Emit the log as it grows; returns the state once the run has ended and everything it wrote was emitted."""
+    while True:
+        chunk = look(session, run, offset, lines, _WAIT_S)
+        if chunk.is_last:
+            return chunk.state
+        emit(chunk.data)
+        offset = chunk.offset
+        time.sleep(_PAUSE_S if chunk.data else 0)  # a chatty run is read in larger pieces
+
+
+def status(session: HostSession, record: RunRecord) -> dict[str, Any]:
+    """What became of a run; a host that cannot be asked makes it `unknown`, with the reason."""
+    try:
+        state = look(session, record.run or "", None).state
+    except (HostError, RemoteTimeoutError) as error:
+        return unknown(record, error)
+    return {"host": record.host, "tag": record.tag, **state}
+
+
+def unknown(record: RunRecord, error: DflashctlError) -> dict[str, Any]:
+    """The state of a run whose host cannot be asked."""
+    names = (
+        "exit_code",
+        "signal",
+        "pid",
+        "started_at",
+        "ended_at",
+        "duration_s",
+        "step",
+        "last_event",
+        "last_event_age_s",
+    )
+    known = {"run": record.run, "host": record.host, "tag": record.tag, "state": "unknown", "error": str(error)}
+    return dict.fromkeys(names) | known
+
+
+def remember(history: History, record: RunRecord, state: dict[str, Any]) -> None:
+    """Write down a state that was not known yet; `unknown` is not news."""
+    new = replace(record, state=state["state"], exit_code=state["exit_code"])
+    if state["state"] != "unknown" and new != record:
+        history.append(new)
+
+
+def refresh(session: HostSession, history: History) -> int:
+    """Take in every run that the host knows; returns their number."""
+    found = session.call("runs", "list", {"root": session.host.root})["runs"]
+    history.merge(session.host.name, found)
+    return len(found)
+
+
+def survey(session: HostSession) -> tuple[dict[str, Any], ExitCode]:
+    """Every GPU of a host with its verdict, for --json, and the exit code that goes with it.
+
+    A host that cannot be asked, and GPUs that cannot be read, are an `error` in the document; nothing is raised.
+    """
+    document: dict[str, Any] = {"host": session.host.name, "error": None, "note": None, "gpus": []}
+    try:
+        report = query_gpus(session)
+    except DflashctlError as error:
+        return document | {"error": str(error)}, error.exit_code
+    rows = [asdict(gpu) | asdict(judge(gpu, session.host.idle)) for gpu in report.gpus]
+    names = ("index", "uuid", "name", "memory_used_mib", "memory_total_mib", "utilization_percent", "temperature_c")
+    shown = (*names, "power_w", "state", "reason")
+    document |= {"error": report.error, "note": report.note, "gpus": [{key: row[key] for key in shown} for row in rows]}
+    return document, ExitCode.GPU_UNKNOWN if report.error else ExitCode.OK
+
+
+def query_gpus(session: HostSession) -> GpuReport:
+    """Ask the host's nvidia-smi; raises what the session raises."""
+    done = session.script(query_script(), timeout_s=_GPU_QUERY_S)
+    return parse_query(done.stdout.decode(errors="replace"))

@@ -1,0 +1,190 @@
+"""The command line as people type it: (args, exit code, text), JSON on failure too, and a help that is quick."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+TABLE = [
+    # usage
+    ([], 2, "Usage: dflashctl"),
+    (["-h"], 0, "Commands:"),
+    (["nonsense"], 2, "No such command 'nonsense'"),
+    (["deploy", "local", "more"], 2, "unexpected extra argument"),
+    (["launch"], 2, "Missing option '--tag'"),
+    (["launch", "--tag", "quick", "--startup-seconds", "x"], 2, "valid number"),
+    (["stop"], 2, "Missing argument 'RUN'"),
+    (["tail", "-n", "-1"], 2, "greater than or equal to 0"),
+    (["gpus", "--watch", "--json"], 2, "do not go together"),
+    # configuration
+    (["deploy", "ct2000"], 3, "host 'ct2000'"),
+    (["gpus", "lokal"], 3, "did you mean 'local'?"),
+    (["launch", "--tag", "Thread Warm"], 3, "try 'thread-warm'"),
+    (["launch", "--tag", "quik"], 3, "did you mean 'quick'?"),
+    (["launch", "--tag", "quick", "--host", "nope"], 3, "host 'nope'"),
+    (["launch", "--tag", "quick", "--set", "draft.blok_size=8"], 3, "did you mean 'block_size'?"),
+    (["launch", "--tag", "quick", "--set", "draft.block_size=1"], 3, "draft.block_size must be 2..64, got 1"),
+    (["launch", "--tag", "quick", "--set", "block_size"], 3, "SECTION.KEY=VALUE"),
+    (["launch", "--tag", "quick", "--gpus", "0,x"], 3, "--gpus"),
+    (["launch", "--tag", "cuda"], 3, "local has none: there is no nvidia-smi on this host"),
+    (["show", "quick", "--experiment", "missing.yaml"], 3, "missing.yaml"),
+    # runs
+    (["tail"], 10, "no run yet"),
+    (["status", "nope"], 10, "no run 'nope'"),
+    (["status", "local:nope-1"], 10, "no run 'local:nope-1'"),
+    (["stop", "nope"], 10, "no run 'nope'"),
+    (["stop", "../etc"], 10, "RUN must be"),
+    # what works
+    (["runs"], 0, ""),
+    (["gpus"], 0, "there is no nvidia-smi on this host"),
+    (["show", "quick"], 0, "draft.block_size\t16\tdefault"),
+    (["show", "quick", "--set", "draft.block_size=8"], 0, "draft.block_size\t8\t--set"),
+    (["deploy", "--dry-run"], 0, "would activate release"),
+]
+
+
+@pytest.mark.parametrize(("args", "code", "text"), TABLE, ids=[" ".join(row[0]) or "(none)" for row in TABLE])
+def test_table(bench, args: list[str], code: int, text: str) -> None:
+    bench.experiment("cuda", "cuda:0")
+    done = bench(*args)
+    assert done.exit_code == code, done.stderr
+    assert text in done.stdout + done.stderr
+    if args and "--json" not in args:
+        assert not (done.stdout and done.exit_code), "an error belongs on stderr"
+
+
+@pytest.mark.parametrize("args", [row[0] for row in TABLE if row[0] and row[1] and "--watch" not in row[0]], ids=" ".join)
+def test_failures_are_one_document_with_json(bench, args: list[str]) -> None:
+    bench.experiment("cuda", "cuda:0")
+    code = {" ".join(row[0]): row[1] for row in TABLE}[" ".join(args)]
+    done = bench(*args, "--json")
+    assert done.exit_code == code
+    if "nonsense" not in args:
+        assert set(done.document["error"]) == {"code", "message", "hint"}
+
+
+def test_an_unknown_host_and_a_broken_file_are_named_with_their_place(bench) -> None:
+    bench.hosts("hosts:\n  local: {transport: local, rot: .dflash}\n")
+    done = bench("gpus")
+    assert done.exit_code == 3
+    assert "hosts.yaml" in done.stderr
+    assert "did you mean 'root'?" in done.stderr
+
+
+def test_the_built_in_host_is_said_once_and_a_file_is_not(bench) -> None:
+    assert bench("runs").stderr.count("built-in host 'local'") == 1
+    bench.hosts("hosts:\n  local: {transport: local, root: .dflash}\ndefault: local\n")
+    assert bench("runs").stderr == ""
+
+
+def test_which_host(bench) -> None:
+    bench.hosts("default: a\nhosts:\n" + "".join(f"  {n}: {{transport: local, root: .{n}}}\n" for n in ("a", "b", "c", "d")))
+    path = bench.experiment("quick")
+    said = lambda *more: bench("launch", "--tag", "quick", "--startup-seconds", "0", *more).stderr.splitlines()[0]  # noqa: E731
+    assert said() == "host a (default)"
+    path.write_text(path.read_text() + "host: b\n")
+    assert said() == "host b (experiment)"
+    bench.env["DFLASHCTL_HOST"] = "c"
+    assert said() == "host c (DFLASHCTL_HOST)"
+    assert said("--host", "d") == "host d (--host)"
+    assert (bench.folder / ".d/runs/quick-1").is_dir()
+
+
+def test_help_imports_nothing_heavy() -> None:
+    probe = """
+        import sys
+        from dflashctl.cli import main
+        sys.argv = ["dflashctl", "--help"]
+        try:
+            main()
+        except SystemExit as error:
+            assert error.code == 0
+        heavy = {"torch", "transformers", "numpy", "fabric", "paramiko", "invoke", "yaml", "rich", "trainer"} & set(sys.modules)
+        sys.exit(f"imported {sorted(heavy)}" if heavy else 0)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(probe)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_gpus_document(bench) -> None:
+    bench.nvidia_smi(
+        """
+        case "$1" in
+        --query-gpu=*)
+        printf '%s' 'index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%], '
+        echo 'temperature.gpu, power.draw [W], mig.mode.current'
+        cat <<'END'
+        0, GPU-aaaa, NVIDIA H200, 0, 143771, 0, 38, 121.09, Disabled
+        1, GPU-bbbb, NVIDIA H200, 71000, 143771, 98, 60, 500.00, Disabled
+        2, GPU-cccc, NVIDIA H200, [Unknown Error], 143771, 0, [N/A], [N/A], Disabled
+        END
+        ;;
+        *) echo "gpu_uuid, pid, process_name, used_gpu_memory [MiB]"; echo "GPU-bbbb, 4711, python, train.py, 71000";;
+        esac
+        """
+    )
+    document = bench("gpus", "--json").document
+    assert document["hosts"][0]["host"] == "local"
+    rows = document["hosts"][0]["gpus"]
+    assert [row["state"] for row in rows] == ["idle", "busy", "unknown"]
+    assert "4711" in rows[1]["reason"]
+    assert rows[2]["memory_used_mib"] is None
+    keys = "index uuid name memory_used_mib memory_total_mib utilization_percent temperature_c power_w state reason"
+    assert list(rows[0]) == keys.split()
+    lines = bench("gpus").stdout.splitlines()
+    assert [line.split("\t")[7] for line in lines] == ["idle", "busy", "unknown"]
+
+
+def test_launch_takes_idle_gpus_by_uuid_and_refuses_others(bench) -> None:
+    bench.experiment("cuda", "cuda:0")
+    bench.nvidia_smi(
+        """
+        case "$1" in --query-compute-apps=*) exit 0;; esac
+        echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
+        echo "0, GPU-aaaa, NVIDIA H200, 9000, 143771, 0"
+        echo "1, GPU-bbbb, NVIDIA H200, 0, 143771, 0"
+        echo "2, GPU-cccc, NVIDIA H200, [N/A], 143771, [N/A]"
+        """
+    )
+    bench.trainer("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    go = ("launch", "--tag", "cuda", "--startup-seconds", "30", "--json")
+    document = bench(*go).document
+    assert document["gpus"] == [{"index": 1, "uuid": "GPU-bbbb", "name": "NVIDIA H200"}]
+    assert (bench.run_folder("cuda-1") / "train.log").read_text() == "GPU-bbbb\n"
+    busy = bench(*go, "--gpus", "0")
+    assert busy.exit_code == 6
+    assert "9000 MiB" in busy.document["error"]["message"]
+    unknown = bench(*go, "--gpus", "2")
+    assert unknown.exit_code == 7
+    assert "[N/A]" in unknown.document["error"]["message"]
+    assert not bench.run_folder("cuda-2").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "text"),
+    [
+        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", 7, "differ in version"),
+        ("echo 'No devices were found'; exit 6", 3, "no GPU"),
+        ("exec sleep 600", 7, "timed out"),
+    ],
+    ids=["mismatch", "none", "hang"],
+)
+def test_gpus_that_cannot_be_read_refuse_a_launch(bench, script: str, code: int, text: str) -> None:
+    bench.experiment("cuda", "cuda:0")
+    bench.nvidia_smi(script)
+    done = bench("launch", "--tag", "cuda")
+    assert done.exit_code == code
+    assert text in done.stderr
+
+
+def test_show_names_each_origin(bench) -> None:
+    (bench.folder / "experiments/child.yaml").write_text("parent: quick\ntrainer: {optim: {lr: 3e-4}}\n")
+    document = bench("show", "child", "--set", "batch.rows=2", "--json").document
+    found = {row["key"]: (row["value"], row["origin"]) for row in document["values"]}
+    assert found["optim.lr"] == (3e-4, "experiments/child.yaml")
+    assert found["target.path"] == ("targets/x", "experiments/quick.yaml")
+    assert found["batch.rows"] == (2, "--set")
+    assert found["draft.num_layers"] == (5, "default")
+    assert json.dumps(document)

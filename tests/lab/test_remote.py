@@ -1,0 +1,258 @@
+"""dflashctl through a real sshd and `pct` into a real container: what crosses, what is refused and with which words."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from labkit.container import Options
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+
+
+def point(bench, lab, alias: str = "pve", vmid: int | None = 200, python: str = sys.executable, env: str = "{}") -> None:
+    """Make host ct200 of `bench` the lab's container, with the lab's ssh configuration as the user's own."""
+    container = f", container: {{kind: proxmox, id: {vmid}}}" if vmid else ""
+    keys = f"ssh: {alias}, root: /workspace/my runs{container}, python: '{python}', env: {env}"
+    bench.hosts(f"default: ct200\nhosts:\n  ct200: {{{keys}}}\n")
+    wrapper = bench.folder / "bin/ssh"
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {lab.ssh_config} "$@"\n')
+    wrapper.chmod(0o755)
+    bench.root = Path("/workspace/my runs")
+
+
+@pytest.fixture
+def far(bench, lab, ct):
+    point(bench, lab)
+    return bench
+
+
+def launch(bench, *more: str, seconds: str = "0.5"):
+    return bench("launch", "--tag", "quick", "--startup-seconds", seconds, "--json", *more)
+
+
+def text_of(ct, path: str) -> str:
+    done = ct.run(["cat", path])
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
+
+
+def test_the_whole_loop(far, lab, ct) -> None:
+    far.trainer("import time; print('from inside', flush=True); time.sleep(1.5); print('done')")
+    deployed = far("deploy", "ct200", "--json").document
+    assert deployed["uploaded_bytes"] > 0
+    done = launch(far)
+    assert done.exit_code == 0, done.stderr
+    assert done.document["host"] == "ct200"
+    assert far("tail").stdout == "from inside\ndone\n"
+    assert far("status", "--json").document["state"] == "exited"
+    assert far("runs").stdout.startswith("quick-1\tct200\t")
+    assert text_of(ct, "/workspace/my runs/train_quick.log") == "from inside\ndone\n"
+    assert "nothing to do" in far("deploy").stdout
+
+
+def test_deploy_and_launch_need_at_most_four_round_trips(far, lab, ct) -> None:
+    far.experiment("cuda", "cuda:0")
+    lab.smi_in(ct).install()
+    far("deploy")
+    lab.pct.reset()
+    far("deploy")
+    assert far("launch", "--tag", "cuda", "--startup-seconds", "20").exit_code == 0
+    assert len([call for call in lab.pct.calls() if call[1] == "exec"]) <= 4
+
+
+@pytest.mark.parametrize(
+    "value", ['it\'s "$HOME" `x` \\ * ? [a] !', "two\nlines\n", "ünïcode ✓ \t tab", "-n", "%s {} ;&|<>"], ids=repr
+)
+def test_values_arrive_unchanged(far, lab, value: str) -> None:
+    point(far, lab, env=f"{{GREETING: {json.dumps(value)}}}")
+    far.trainer("import os, json; print(json.dumps(os.environ['GREETING']))")
+    log = launch(far, seconds="20")
+    assert log.exit_code == 0, log.stderr
+    assert json.loads(far("tail", "--no-follow").stdout) == value
+
+
+def test_noise_of_rc_files_and_perl_is_cut_away(far, lab) -> None:
+    lab.bashrc("echo welcome to pve; echo 'motd {\"schema\": 7}' >&2\ntrap 'echo bye' EXIT\n")
+    lab.pct.says_first("perl: warning: Setting locale failed.\n")
+    assert far("deploy", "--json").exit_code == 0
+    assert launch(far, seconds="20").document["state"] == "exited"
+
+
+@pytest.mark.parametrize("status", [255, 25, 2])
+def test_container_states_are_told_apart_whatever_the_exit_code(bench, lab, ct, status: int) -> None:
+    lab.pct.dies_with(status)
+    point(bench, lab)
+    ct.stop()
+    stopped = bench("deploy")
+    assert (stopped.exit_code, "container 200 is stopped" in stopped.stderr, "pct start 200" in stopped.stderr) == (
+        5,
+        True,
+        True,
+    )
+    point(bench, lab, vmid=999)
+    unknown = bench("deploy")
+    assert (unknown.exit_code, "there is no container 999" in unknown.stderr) == (5, True)
+    point(bench, lab, vmid=300)
+    elsewhere = bench("deploy")
+    assert (elsewhere.exit_code, "lives on another node of the cluster, pve2" in elsewhere.stderr) == (5, True)
+
+
+def test_a_frozen_container_is_said_and_starts_nothing_when_it_thaws(far, lab, ct) -> None:
+    far.trainer(SLEEPER)
+    far("deploy")
+    ct.freeze()
+    done = far("launch", "--tag", "quick")
+    assert done.exit_code == 5
+    assert "container 200 is frozen" in done.stderr
+    ct.unfreeze()
+    far.until(lambda: far("deploy").exit_code == 0)
+    assert ct.run(["ls", "/workspace/my runs"]).stdout.decode().split("\n").count("runs") == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "text"),
+    [("absent", 5, "there is no sudo"), ("password", 5, "sudo asks for a password"), ("allowed", 0, "is active")],
+)
+def test_a_user_who_is_not_root(bench, lab, ct, policy: str, code: int, text: str) -> None:
+    point(bench, lab, alias="pve-user")
+    lab.sudo(policy)
+    done = bench("deploy")
+    assert done.exit_code == code, done.stderr
+    assert text in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("alias", "text"),
+    [
+        ("pve-wrong-key", "host key is not the one in known_hosts"),
+        ("pve-unknown-key", "host key is unknown"),
+        ("pve-unchecked", "StrictHostKeyChecking no"),
+        ("no-such-alias.invalid", "no such name"),
+    ],
+)
+def test_host_keys_are_always_checked(bench, lab, ct, alias: str, text: str) -> None:
+    point(bench, lab, alias=alias)
+    done = bench("deploy", "--json")
+    assert done.exit_code == 4
+    assert text in done.document["error"]["message"]
+    assert lab.pct.calls() == []
+
+
+def test_accept_new_writes_the_key_down_and_then_holds_it(bench, lab, ct) -> None:
+    known = lab.directory / "ssh/known_hosts_new"
+    point(bench, lab, alias="pve-accept-new")
+    assert bench("deploy").exit_code == 0
+    assert known.read_text().count("ssh-ed25519") == 1
+    assert bench("deploy").exit_code == 0
+    assert known.read_text().count("ssh-ed25519") == 1
+    known.write_text((lab.directory / "ssh/known_hosts_wrong").read_text())
+    assert bench("deploy").exit_code == 4
+
+
+def test_a_jump_host(bench, lab, ct) -> None:
+    point(bench, lab, alias="pve-jump")
+    assert bench("deploy").exit_code == 0
+
+
+def test_a_host_without_a_container(bench, lab) -> None:
+    point(bench, lab, vmid=None)
+    done = bench("gpus", "--json")
+    assert done.exit_code == 0
+    assert done.document["hosts"][0]["gpus"] == []
+
+
+def test_a_hanging_nvidia_smi_is_unknown_in_time(far, lab, ct) -> None:
+    far.experiment("cuda", "cuda:0")
+    smi = lab.smi_in(ct)
+    smi.install()
+    smi.hangs(60)
+    done = far("gpus", "--json", timeout=60)
+    assert done.exit_code == 7
+    assert "timed out" in done.document["hosts"][0]["error"]
+
+
+def test_a_dead_peer_is_noticed(far, lab, ct) -> None:
+    far.trainer(SLEEPER)
+    launch(far)
+    process = far.start("tail")
+    assert process.stdout
+    assert process.stdout.readline() == b"up\n"
+    lab.freeze_sshd_sessions()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert b"stopped answering" in stderr
+    assert b"Traceback" not in stderr
+
+
+def test_a_run_outlives_a_killed_client_and_a_cut_link(bench, lab, link, ct) -> None:
+    point(bench, lab, alias="pve-link")
+    bench.trainer(f"import signal, sys; signal.signal(signal.SIGHUP, lambda *_: sys.exit('hangup'))\n{SLEEPER}")
+    bench("deploy")
+    process = bench.start("launch", "--tag", "quick", "--startup-seconds", "30")
+    bench.until(lambda: ct.run(["cat", "/workspace/my runs/train_quick.log"]).stdout == b"up\n")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=20)
+    link.cut()
+    assert bench("status", "ct200:quick-1", "--json").document["state"] == "running"
+    assert bench("stop", "quick-1").exit_code == 0
+
+
+def test_ctrl_c_in_tail_leaves_no_process_behind(far, lab, ct) -> None:
+    far.trainer(SLEEPER)
+    launch(far)
+    before = len(ct.processes())
+    process = far.start("tail")
+    assert process.stdout
+    assert process.stdout.readline() == b"up\n"
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    far.until(lambda: len(ct.processes()) <= before, 10)
+
+
+def test_a_killed_container_is_lost(far, lab, ct) -> None:
+    far.trainer(SLEEPER)
+    launch(far)
+    ct.crash()
+    ct.start()
+    state = far("status", "--json").document
+    assert (state["state"], state["exit_code"]) == ("lost", None)
+    assert far("stop", "quick-1").exit_code == 0
+
+
+def test_a_full_disk_leaves_the_old_release_active(bench, lab) -> None:
+    ct = lab.container_with_python(200, Options(workspace_mib=1))
+    point(bench, lab)
+    good = bench("deploy", "--json").document["release"]
+    bench.trainer("x = '" + "y" * 3_000_000 + "'", "large.py")
+    done = bench("deploy", "--json")
+    assert done.exit_code == 8
+    assert "is full" in done.document["error"]["message"]
+    assert ct.run(["readlink", "/workspace/my runs/current"]).stdout.decode().strip() == f"releases/{good}"
+
+
+def test_an_out_of_memory_kill_is_a_signal(bench, lab) -> None:
+    lab.container_with_python(200, Options(memory_mib=200))
+    point(bench, lab)
+    bench.trainer("print('eating', flush=True)\nx = bytearray(600_000_000)")
+    done = launch(bench, seconds="30")
+    assert done.exit_code == 9
+    state = bench("status", "quick-1", "--json").document
+    assert (state["state"], state["signal"]) in (("killed", 9), ("lost", None))
+
+
+@pytest.mark.parametrize(("python", "text"), [("/usr/bin/nopython", "no interpreter"), ("/bin/false", "/bin/false failed")])
+def test_a_wrong_interpreter(bench, lab, ct, python: str, text: str) -> None:
+    point(bench, lab, python=python)
+    done = bench("deploy")
+    assert done.exit_code == 8
+    assert text in done.stderr
+
+
+def test_megabytes_on_both_streams(far, lab, ct) -> None:
+    far.trainer("import sys\nsys.stderr.write('e' * 6_000_000)\nsys.stdout.write('o' * 6_000_000 + '\\n')")
+    assert launch(far, "--follow", seconds="0").document["exit_code"] == 0

@@ -1,0 +1,64 @@
+import itertools
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+
+from trainer.model.attention import attend, dense_mask, document_mask, document_mask_mod, draft_mask, draft_mask_mod
+
+
+@pytest.fixture
+def batch(make_batch):
+    """Overlapping anchors, several documents, padding, invalid blocks, and a row that is all padding."""
+    rows = [[9, 7], [5, 4, 6], []]
+    return make_batch(rows, [[2, 3, 4, 11, 15], [0, 5, 10], []], num_slots=18, num_anchors=6)
+
+
+def test_draft_mask_against_a_brute_force_reading_of_its_definition(batch):
+    block_size, num_slots = 4, 18
+    mask = draft_mask(batch, block_size)
+    assert mask.shape == (3, 1, 24, 18 + 24)
+    for b, q, kv in itertools.product(range(3), range(24), range(42)):
+        n = q // block_size
+        anchor = int(batch.anchors[b, n])
+        in_context = kv < num_slots and kv < anchor and batch.doc_ids[b, kv] == batch.doc_ids[b, anchor]
+        in_block = kv >= num_slots and (kv - num_slots) // block_size == n
+        expected = bool(batch.anchor_valid[b, n]) and (in_context or in_block)
+        assert bool(mask[b, 0, q, kv]) == expected, (b, q, kv)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_document_mask_against_a_brute_force_reading_of_its_definition(batch, window):
+    mask = document_mask(batch.doc_ids, window)
+    for b, q, kv in itertools.product(range(3), range(18), range(18)):
+        expected = batch.doc_ids[b, q] == batch.doc_ids[b, kv] and kv <= q and (window is None or q - kv < window)
+        assert bool(mask[b, 0, q, kv]) == bool(expected), (b, q, kv)
+
+
+def test_flex_attention_reads_the_mask_functions_as_the_matrix_does(batch):
+    cpu = torch.device("cpu")
+    for mask_mod, queries, keys in [(draft_mask_mod(batch, 4), 24, 42), (document_mask_mod(batch.doc_ids, 5), 18, 18)]:
+        mask = dense_mask(mask_mod, 3, queries, keys, cpu)
+        assert torch.equal(mask, create_mask(mask_mod, 3, 1, queries, keys, device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_attend_is_grouped_softmax_attention_with_zeros_for_invalid_blocks(batch, dtype, groups):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4, 24, 8), (3, groups, 42, 8), (3, groups, 42, 8)]
+    query, key, value = (torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes)
+    mask = draft_mask(batch, 4)
+    out = attend(query, key, value, mask, 0.25)
+
+    keys, values = (x.double().repeat_interleave(4 // groups, dim=1) for x in (key, value))
+    scores = query.double() @ keys.transpose(2, 3) * 0.25
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).nan_to_num()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(out.double(), weights @ values, rtol=tolerance, atol=tolerance)
+
+    invalid = ~batch.anchor_valid.repeat_interleave(4, dim=1)
+    assert (out.transpose(1, 2)[invalid] == 0).all()
+    for gradient in torch.autograd.grad(out.square().sum(), (query, key, value)):
+        assert gradient.isfinite().all()
+        assert (gradient[2] == 0).all(), "a row without valid blocks moves nothing"

@@ -1,0 +1,89 @@
+"""A typo in a configuration fails with one sentence: where, what, allowed, got."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from trainer.config import TrainConfig, keys
+from trainer.errors import ConfigError
+
+GOOD: dict[str, Any] = {"target": {"path": "t"}, "data": {"path": "d"}}
+
+
+def changed(key: str, value: object) -> dict[str, Any]:
+    section, name = key.split(".")
+    given = copy.deepcopy(GOOD)
+    given.setdefault(section, {})[name] = value
+    return given
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("draft.blok_size", 8, "draft: unknown key 'blok_size'; did you mean 'block_size'?"),
+        ("drafts.block_size", 8, "trainer: unknown key 'drafts'; did you mean 'draft'?"),
+        ("draft.block_size", 1, "draft.block_size must be 2..64, got 1"),
+        ("draft.block_size", 8.0, "draft.block_size must be a whole number, got 8.0"),
+        ("draft.block_size", True, "draft.block_size must be a whole number, got True"),
+        ("draft.dtype", "float16", "draft.dtype must be one of float32, bfloat16, got 'float16'"),
+        ("draft.target_layer_ids", [3, 1], "draft.target_layer_ids must be ascending layer indices from 0, got [3, 1]"),
+        ("draft.target_layer_ids", [1, "2"], "draft.target_layer_ids[1] must be a whole number, got '2'"),
+        ("optim.lr", "3e-4", "optim.lr must be a number, got '3e-4'"),
+        ("optim.lr", 0, "optim.lr must be more than 0..1, got 0.0"),
+        ("optim.lr", float("nan"), "optim.lr must be more than 0..1, got nan"),
+        ("target.path", None, "target.path must be text, got None"),
+        ("run.steps", 0, "run.steps must be at least 1, got 0"),
+        ("pipeline.target_devices", [], "pipeline.target_devices must name at least one device, got []"),
+        ("pipeline.target_devices", ["gpu0"], "pipeline.target_devices must hold 'cpu' or 'cuda:N', got 'gpu0'"),
+        ("pipeline.target_devices", ["cpu"], "must all be cpu or all be cuda"),
+        ("pipeline.graphs", "lazy", "crashes in cudagraph-trees"),
+        ("pipeline.graphs", "mainwarm", "silently wrong"),
+        ("batch.row_tokens", 16, "draft.block_size must be below batch.row_tokens (16), got 16"),
+    ],
+)
+def test_bad_values(key: str, value: object, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_dict(changed(key, value))
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"target": {"path": "t"}}, {"target": {"path": "t"}, "data": {}}])
+def test_what_is_required_is_named(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.path is required, got nothing$"):
+        TrainConfig.from_dict(given)
+
+
+@pytest.mark.parametrize("given", [[], "x", None, {"target": []}])
+def test_what_is_no_mapping_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        TrainConfig.from_dict(given)
+
+
+def test_graphs_exist_on_gpus_only() -> None:
+    given = changed("pipeline.target_devices", ["cpu"])
+    given["pipeline"]["drafter_devices"] = ["cpu"]
+    with pytest.raises(ConfigError, match="must be none on cpu"):
+        TrainConfig.from_dict(given)
+    given["pipeline"]["graphs"] = "none"
+    assert TrainConfig.from_dict(given).num_gpus == 0
+
+
+def test_defaults_are_the_papers() -> None:
+    config = TrainConfig.from_dict(GOOD)
+    assert (config.optim.lr, config.optim.max_grad_norm, config.loss_gamma) == (6e-4, 1.0, 7.0)
+    assert (config.draft.num_layers, config.draft.block_size, config.draft.num_anchors) == (5, 16, 512)
+    assert config.token_budget == 16 * 3072
+    assert config.lr_warmup_steps == 40
+    assert config.num_gpus == 2
+
+
+@pytest.mark.parametrize(("size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
+def test_gamma_follows_the_block_size(size: int, gamma: float) -> None:
+    assert TrainConfig.from_dict(changed("draft.block_size", size)).loss_gamma == gamma
+
+
+def test_what_is_written_reads_back_equal() -> None:
+    config = TrainConfig.from_dict(changed("optim.lr", 1))
+    assert TrainConfig.from_dict(config.to_dict()) == config
+    assert {f"{s}.{k}" for s, part in config.to_dict().items() for k in part} == set(keys())

@@ -1,0 +1,90 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.dataset import Shards, ShardWriter, check_fits, open_shards
+from trainer.errors import DataError
+
+DOCUMENTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    with ShardWriter(folder) as writer:
+        for tokens in DOCUMENTS:
+            writer.append("train", np.array(tokens, dtype=np.uint32), np.array(tokens) % 2 == 0)
+        writer.finish(vocab_size=20, about={"target": "tiny"})
+    return folder
+
+
+def check(shards: Shards, **changes: int) -> None:
+    check_fits(shards, **({"row_tokens": 4, "vocab_size": 20, "tokenizer_size": 20, "mask_token_id": 19} | changes))
+
+
+def test_what_is_written_is_read_back(folder: Path) -> None:
+    shards = open_shards(folder, "train")
+    assert len(shards) == 3
+    assert shards.lengths.tolist() == [3, 2, 4]
+    for i, tokens in enumerate(DOCUMENTS):
+        read, loss_mask = shards.document(i)
+        assert read.tolist() == tokens
+        assert loss_mask.tolist() == [token % 2 == 0 for token in tokens]
+    check(shards)
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["target"] == "tiny"
+    assert meta["splits"]["train"] == {"documents": 3, "tokens": 9, "response_tokens": 4}
+
+
+def test_an_empty_split_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match="held_out: the data set is empty"):
+        open_shards(folder, "held_out")
+
+
+@pytest.mark.parametrize(
+    ("meta", "text"),
+    [
+        (None, "meta.json is missing"),
+        ("{", "is not JSON"),
+        ('{"format": "other"}', "must describe dflash-token-shards version 1"),
+    ],
+)
+def test_a_foreign_folder_is_refused(tmp_path: Path, meta: str | None, text: str) -> None:
+    if meta is not None:
+        (tmp_path / "meta.json").write_text(meta)
+    with pytest.raises(DataError, match=text):
+        open_shards(tmp_path, "train")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "loss_mask.bin"])
+def test_a_file_that_was_cut_short_is_refused(folder: Path, name: str) -> None:
+    path = folder / "train" / name
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=rf"{name} must have \d+ bytes, got \d+"):
+        open_shards(folder, "train")
+    path.unlink()
+    with pytest.raises(DataError, match=rf"{name} cannot be read"):
+        open_shards(folder, "train")
+
+
+def test_offsets_that_do_not_ascend_are_refused(folder: Path) -> None:
+    (folder / "train" / "offsets.bin").write_bytes(np.array([0, 3, 3, 9], dtype="<i8").tobytes())
+    with pytest.raises(DataError, match="must ascend from 0 to 9"):
+        open_shards(folder, "train")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"row_tokens": 3}, r"document 2 has 4 tokens, batch\.row_tokens allows 3"),
+        ({"vocab_size": 13}, "document 2 holds token id 13, the target's vocabulary has 13"),
+        ({"mask_token_id": 8}, "document 1 holds token id 8, which is the mask token"),
+        ({"tokenizer_size": 21}, "made with a tokenizer of 20 tokens, the target's has 21"),
+    ],
+)
+def test_data_that_a_run_cannot_train_on_is_refused(folder: Path, changes: dict[str, int], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        check(open_shards(folder, "train"), **changes)

@@ -1,0 +1,85 @@
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.loss import drafter_loss
+
+
+def _case(dtype=torch.float64, vocabulary=11):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 3, 4, 6, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    head = torch.randn(vocabulary, 6, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(vocabulary, (2, 3, 4), generator=generator)
+    weights = torch.rand(2, 3, 4, generator=generator)
+    weights[0, 1] = 0
+    return hidden, head, labels, weights
+
+
+def _plain(hidden, head, labels, weights):
+    logits = (hidden @ head.T)[:, :, 1:].flatten(0, 2)
+    losses = torch.nn.functional.cross_entropy(logits, labels[:, :, 1:].flatten(), reduction="none")
+    return (losses * weights[:, :, 1:].flatten()).sum()
+
+
+def test_loss_by_hand():
+    # Two words, head = identity, so a hidden state is its own logits. Slot 0 would add a lot, were it counted.
+    hidden = torch.tensor([[[[9.0, -9.0], [0.0, math.log(3)], [math.log(4), 0.0]]]])
+    labels = torch.tensor([[[1, 1, 1]]])
+    weights = torch.tensor([[[5.0, 1.0, 0.5]]])
+    parts = drafter_loss(hidden, torch.eye(2), labels, weights)
+    assert parts.loss_sum.item() == pytest.approx(math.log(4 / 3) + 0.5 * math.log(5))
+    assert parts.weight_sum.item() == 1.5
+    assert parts.correct.tolist() == [[[False, True, False]]]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 18, 4096])
+def test_value_and_gradient_are_plain_autograds_whatever_the_chunk(chunk_tokens):
+    hidden, head, labels, weights = _case()
+    parts = drafter_loss(hidden, head, labels, weights, chunk_tokens)
+    expected = _plain(hidden, head, labels, weights)
+    torch.testing.assert_close(parts.loss_sum, expected)
+    scaled, plain = (torch.autograd.grad(3 * loss, hidden)[0] for loss in (parts.loss_sum, expected))
+    torch.testing.assert_close(scaled, plain)
+    assert (scaled[:, :, 0] == 0).all()
+    assert (scaled[0, 1] == 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_low_precision_hidden_states_get_the_fp64_gradient(dtype, tolerance):
+    hidden, head, labels, weights = _case(dtype)
+    loss = drafter_loss(hidden, head, labels, weights).loss_sum
+    exact = hidden.detach().double().requires_grad_()
+    expected = _plain(exact, head.double(), labels, weights)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    gradient, reference = torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, exact)[0]
+    assert gradient.dtype == dtype
+    assert (gradient.double() - reference).abs().max() < tolerance * reference.abs().max()
+
+
+def test_the_frozen_head_gets_no_gradient_and_validation_makes_none():
+    hidden, head, labels, weights = _case()
+    head.requires_grad_()
+    drafter_loss(hidden, head, labels, weights).loss_sum.backward()
+    assert head.grad is None
+    with torch.no_grad():
+        assert not drafter_loss(hidden, head, labels, weights).loss_sum.requires_grad
+
+
+class _LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_the_logits_of_all_slots_are_never_in_memory_at_once():
+    hidden, head, labels, weights = _case(vocabulary=100)
+    with _LargestTensor() as seen:
+        drafter_loss(hidden, head, labels, weights, chunk_tokens=4).loss_sum.backward()
+    assert seen.numel == 4 * 100

@@ -1,0 +1,203 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer.__main__
+import trainer.pipeline
+from trainer.errors import TrainerError
+
+ENDS_WITHIN_S = 60
+"""Far more than it takes; importing torch on a busy machine is most of it."""
+
+HANGING_TARGET = """
+import itertools, sys, threading
+import trainer.__main__, trainer.pipeline
+from trainer.model.target import TargetModel
+
+hangs = threading.Event()
+batches, context_features, calls = trainer.pipeline.batches, TargetModel.context_features, itertools.count()
+
+def hang_after_the_dry_run(*args):
+    if next(calls):
+        hangs.set()
+        threading.Event().wait()
+    return context_features(*args)
+
+def die_while_the_target_hangs(*args):
+    yield from itertools.islice(batches(*args), 1)
+    hangs.wait(30)
+    raise RuntimeError("no more batches")
+
+trainer.pipeline.JOIN_S = 0.2
+trainer.pipeline.batches = die_while_the_target_hangs
+TargetModel.context_features = hang_after_the_dry_run
+trainer.__main__.leave(trainer.__main__.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def _handlers_restored() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def write_config(folder: Path, config: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return path
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Process:
+    """`python ARGUMENTS` with its output in files, so that it never waits for a reader; killed if a test leaves it."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        self._out, self._err = folder / "stdout", folder / "stderr"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.popen = subprocess.Popen([sys.executable, *arguments], stdout=out, stderr=err, env=environment)
+
+    def wait(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        return self.popen.wait(ENDS_WITHIN_S), self._out.read_text(), self._err.read_text()
+
+
+Start = Callable[[list[str]], Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Process] = []
+
+    def start(arguments: list[str]) -> Process:
+        started.append(Process(tmp_path, arguments))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.popen.kill()
+        process.popen.wait(ENDS_WITHIN_S)
+
+
+def until_step(folder: Path, step: int) -> None:
+    deadline, pause = time.monotonic() + ENDS_WITHIN_S, threading.Event()
+    while not any(event.get("step", 0) >= step for event in events_of(folder)[:-1]):
+        assert time.monotonic() < deadline, events_of(folder)
+        pause.wait(0.02)
+
+
+def test_a_run_ends_with_0_and_leaves_events_and_checkpoints_beside_its_configuration(
+    tiny_run: Any, tmp_path: Path, start: Start
+) -> None:
+    process = start(["-m", "trainer", str(write_config(tmp_path, tiny_run.config(run={"log_every": 3})))])
+    code, out, err = process.wait()
+    assert (code, err) == (0, "")
+    assert [line.split("  ")[0] for line in out.splitlines() if line.startswith("step")] == ["step 3/6", "step 6/6"]
+    assert events_of(tmp_path)[-1]["event"] == "finished"
+    assert (tmp_path / "checkpoints" / "latest" / "model.safetensors").is_file()
+
+
+def test_sighup_is_ignored_and_sigterm_ends_a_run_with_143(tiny_run: Any, tmp_path: Path, start: Start) -> None:
+    process = start(["-m", "trainer", str(write_config(tmp_path, tiny_run.config(run={"steps": 1_000_000})))])
+    until_step(tmp_path, 1)
+    process.popen.send_signal(signal.SIGHUP)
+    until_step(tmp_path, events_of(tmp_path)[-2]["step"] + 10)
+    process.popen.send_signal(signal.SIGTERM)
+    code, out, err = process.wait()
+    assert (code, err) == (143, "error: stopped by SIGTERM\n")
+    assert "stopped by SIGTERM" in out.splitlines()[-1]
+    last = events_of(tmp_path)[-1]
+    assert (last["event"], last["error"], last["worker"]) == ("failed", "stopped by SIGTERM", None)
+
+
+def test_a_worker_that_cannot_be_joined_does_not_keep_the_process(tiny_run: Any, tmp_path: Path, start: Start) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(HANGING_TARGET)
+    process = start([str(driver), str(write_config(tmp_path, tiny_run.config()))])
+    code, _, err = process.wait()
+    assert code == 1
+    assert "Traceback" in err
+    assert err.endswith("RuntimeError: no more batches\n")
+    last = events_of(tmp_path)[-1]
+    assert (last["event"], last["worker"]) == ("failed", "prefetch-0")
+
+
+def bad_inputs(tiny_run: Any, name: str) -> tuple[object, str]:
+    """A configuration that is refused, and what the sentence says."""
+    return {
+        "json": ("{", "config.json is not JSON"),
+        "unknown key": (tiny_run.config(run={"step": 3}), "run: unknown key 'step'; did you mean 'steps'?"),
+        "graphs": (tiny_run.config(pipeline={"graphs": "threadwarm"}), "pipeline.graphs must be none on cpu, got threadwarm"),
+        "no data": (tiny_run.config(data={"path": "nowhere"}), "nowhere: no token shards here"),
+        "long document": (tiny_run.config(batch={"row_tokens": 12}), "tokens, batch.row_tokens allows 12"),
+        "no target": (tiny_run.config(target={"path": "nowhere"}), "target.path must be a folder or a hub id"),
+        "layers": (tiny_run.config(draft={"target_layer_ids": [9]}), "draft.target_layer_ids must be different layers in 0..2"),
+        "mask token": (tiny_run.config(draft={"mask_token_id": 30}), "token id 30, which is the mask token"),
+        "vocabulary": (tiny_run.config(draft={"mask_token_id": 64}), "draft.mask_token_id must be below the 64 embedding rows"),
+    }[name]
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+@pytest.mark.parametrize(
+    "name",
+    ["json", "unknown key", "graphs", "no data", "long document", "no target", "layers", "mask token", "vocabulary"],
+)
+def test_bad_input_is_one_sentence_and_3(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    config, text = bad_inputs(tiny_run, name)
+    assert trainer.__main__.main([str(write_config(tmp_path, config))]) == 3
+    err = capsys.readouterr().err
+    assert text in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    last = events_of(tmp_path)[-1]
+    assert last["event"] == "failed"
+    assert f"error: {last['error']}\n" == err
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+def test_empty_data_is_one_sentence_and_3(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_run.write_shards("empty", [])
+    assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(data={"path": "empty"})))]) == 3
+    assert "the data set is empty" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+def test_a_configuration_that_cannot_be_read_and_a_wrong_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trainer.__main__.main([str(tmp_path / "none.json")]) == 3
+    assert "none.json cannot be used" in capsys.readouterr().err
+    assert trainer.__main__.main([]) == 2
+    assert capsys.readouterr().err == "usage: python -m trainer CONFIG.json\n"
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+def test_a_signal_while_loading_stops_the_run(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, loading = threading.Event(), []
+
+    def slow(*_: Any) -> None:
+        loading.append(threading.current_thread())
+        os.kill(os.getpid(), signal.SIGTERM)
+        release.wait(ENDS_WITHIN_S)
+        raise TrainerError("released")
+
+    monkeypatch.setattr(trainer.pipeline, "open_shards", slow)
+    monkeypatch.setattr(trainer.pipeline, "JOIN_S", 0.1)
+    assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config()))]) == 143
+    assert [event["event"] for event in events_of(tmp_path)] == ["started", "failed"]
+    release.set()
+    loading[0].join(ENDS_WITHIN_S)

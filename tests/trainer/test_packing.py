@@ -1,0 +1,127 @@
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.batch import NO_DOCUMENT, Batch
+from trainer.config import TrainConfig
+from trainer.dataset import Shards, ShardWriter, open_shards
+from trainer.packing import batches, blank_batch, pack
+
+NUM_DOCUMENTS = 23
+
+
+def config(**run: int) -> TrainConfig:
+    return TrainConfig.from_dict(
+        {
+            "target": {"path": "target"},
+            "data": {"path": "data"},
+            "draft": {"num_anchors": 4, "block_size": 4},
+            "batch": {"rows": 3, "row_tokens": 20},
+            "pipeline": {"target_devices": ["cpu"], "drafter_devices": ["cpu"], "graphs": "none"},
+            "run": run,
+        }
+    )
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Shards:
+    """Document d holds its own number, d + 1 times over a few; the last two thirds are the response."""
+    rng = np.random.default_rng(0)
+    with ShardWriter(tmp_path) as writer:
+        for document in range(NUM_DOCUMENTS):
+            length = int(rng.integers(4, 15))
+            tokens = np.full(length, document + 1, dtype=np.uint32)
+            writer.append("train", tokens, np.arange(length) >= length // 3)
+        writer.finish(vocab_size=100, about={})
+    return open_shards(tmp_path, "train")
+
+
+def documents_of(batch: Batch) -> list[int]:
+    """Numbers of the documents in a batch, each counted once for every span of a document id."""
+    found = []
+    for row_tokens, row_ids in zip(batch.tokens.tolist(), batch.doc_ids.tolist(), strict=True):
+        for doc_id, span in itertools.groupby(zip(row_ids, row_tokens, strict=True), key=lambda pair: pair[0]):
+            tokens = {token for _, token in span}
+            if doc_id == NO_DOCUMENT:
+                assert tokens == {0}
+            else:
+                assert len(tokens) == 1
+                found.append(tokens.pop() - 1)
+    return found
+
+
+def epoch_of(shards: Shards, batches_: list[Batch]) -> tuple[list[int], int]:
+    """Documents of the first epoch and how many batches it took."""
+    seen: list[int] = []
+    for count, batch in enumerate(batches_, start=1):
+        seen += documents_of(batch)
+        if len(seen) == len(shards):
+            return seen, count
+    raise AssertionError("no epoch ended")
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    return all(
+        torch.equal(getattr(a, name), getattr(b, name))
+        for name in ("tokens", "positions", "doc_ids", "loss_mask", "anchors", "anchor_valid")
+    )
+
+
+def test_rows_hold_whole_documents_and_no_document_is_lost() -> None:
+    lengths = np.random.default_rng(0).integers(1, 30, size=500)
+    rows = list(pack(lengths, 40, list(range(500))))
+    assert sorted(document for row in rows for document in row) == list(range(500))
+    assert all(sum(lengths[document] for document in row) <= 40 for row in rows)
+    assert lengths.sum() / (40 * len(rows)) > 0.9
+
+
+def test_every_batch_has_the_one_shape_and_an_epoch_has_every_document_once(shards: Shards) -> None:
+    stream = list(itertools.islice(batches(shards, config()), 12))
+    assert [batch.index for batch in stream] == list(range(12))
+    assert {tuple(batch.tokens.shape) for batch in stream} == {(3, 20)}
+    assert {tuple(batch.anchors.shape) for batch in stream} == {(3, 4)}
+    first, count = epoch_of(shards, stream)
+    assert sorted(first) == list(range(NUM_DOCUMENTS))
+    second, _ = epoch_of(shards, stream[count:])
+    assert sorted(second) == list(range(NUM_DOCUMENTS))
+    assert first != second
+
+
+def test_positions_restart_and_document_ids_ascend(shards: Shards) -> None:
+    batch = next(batches(shards, config()))
+    for row in range(3):
+        ids = batch.doc_ids[row].tolist()
+        spans = [(doc_id, len(list(span))) for doc_id, span in itertools.groupby(ids)]
+        real = [doc_id for doc_id, _ in spans if doc_id != NO_DOCUMENT]
+        assert real == list(range(len(real)))
+        expected = [i if doc_id != NO_DOCUMENT else 0 for doc_id, length in spans for i in range(length)]
+        assert batch.positions[row].tolist() == expected
+        assert not batch.loss_mask[row][batch.doc_ids[row] == NO_DOCUMENT].any()
+
+
+def test_the_last_batch_of_an_epoch_is_filled_with_invalid_rows(shards: Shards) -> None:
+    stream = list(itertools.islice(batches(shards, config()), 12))
+    _, count = epoch_of(shards, stream)
+    invalid = (stream[count - 1].doc_ids == NO_DOCUMENT).all(dim=1)
+    assert invalid.tolist() == [False, True, True]
+    assert not stream[count - 1].anchor_valid[invalid].any()
+    assert stream[count - 1].anchor_valid[~invalid].any()
+
+
+def test_the_stream_is_reproducible_and_starts_anywhere(shards: Shards) -> None:
+    stream = list(itertools.islice(batches(shards, config(seed=7)), 12))
+    again = list(itertools.islice(batches(shards, config(seed=7), start=5), 7))
+    assert all(equal(a, b) for a, b in zip(stream[5:], again, strict=True))
+    assert [batch.index for batch in again] == list(range(5, 12))
+    other = next(batches(shards, config(seed=8)))
+    assert documents_of(stream[0]) != documents_of(other)
+
+
+def test_a_blank_batch_has_no_document_and_no_anchor() -> None:
+    batch = blank_batch(config())
+    assert tuple(batch.tokens.shape) == (3, 20)
+    assert (batch.doc_ids == NO_DOCUMENT).all()
+    assert not batch.anchor_valid.any()

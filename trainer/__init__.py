@@ -1,0 +1,1 @@
+"""Trainer of DFlash draft models: BatchPrefetcher -> TargetForwardLoop -> DrafterTrainLoop."""

@@ -1,0 +1,99 @@
+"""`python -m trainer CONFIG.json`: one training run; its folder is the one that holds CONFIG.json.
+
+Writes events.jsonl and checkpoints/ there and a line an interval to stdout. Exit code 0: all steps are done. A user's error is
+one sentence on stderr and its own code; anything else a traceback and 1; a signal 128 + its number. The only place that exits,
+sets up logging or handles signals.
+"""
+
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainer import events
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError, TrainerError
+
+
+class Stopped(TrainerError):
+    """A signal asked the run to end."""
+
+    def __init__(self, number: int) -> None:
+        """`number` of the signal."""
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run to the end; returns the exit code."""
+    mailbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        mailbox.put(Stopped(number))
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a progress bar, which would fill the log
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("trainer").setLevel(logging.INFO)
+    if len(argv) != 1:
+        sys.stderr.write("usage: python -m trainer CONFIG.json\n")
+        return 2
+    try:
+        _run(Path(argv[0]), mailbox)
+    except TrainerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except Exception:  # noqa: BLE001 (the outermost frame: shown, never hidden)
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
+    try:
+        text = path.read_text(encoding="utf-8")
+        log = events.EventLog(path.parent / "events.jsonl")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be used: {error}") from None
+    try:
+        config = _parse(path, text)
+        from trainer import pipeline  # imports torch: seconds that a mistyped configuration need not wait for
+
+        pipeline.train(config, path.parent, log, mailbox)
+    except BaseException as error:
+        log.write(events.FAILED, error=f"{error}", worker=None, step=None)  # unless the pipeline has done so
+        raise
+    finally:
+        log.close()
+
+
+def _parse(path: Path, text: str) -> TrainConfig:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    return TrainConfig.from_dict(data)
+
+
+def leave(code: int) -> None:
+    """End the process, also when a worker hangs in native code and cannot be joined."""
+    logging.shutdown()
+    if threading.active_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""Checkpoints of the drafter in z-lab's flat layout, written so that a reader never sees half of one.
+
+`checkpoints/step-<n>/` holds config.json and model.safetensors; `checkpoints/latest` is a symbolic link to the newest.
+A folder appears under its name by one rename, after everything in it has reached the disk. Written by one drafter
+thread (all drafters are equal). Embedding and head are the target's and are not in it.
+
+Sources: the layout is z-lab's; the keys are what its class, transformers, SGLang and vLLM read, old spellings included.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from trainer.errors import CheckpointError
+from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
+
+
+def save_checkpoint(folder: Path, step: int, model: DraftModel, info: TargetInfo) -> Path:
+    """Write `folder/step-<step>` and point `folder/latest` at it; returns it.
+
+    Copies the parameters to host memory as bf16, so it waits for the device. Raises CheckpointError; a failed write
+    leaves nothing new behind.
+    """
+    final = folder / f"step-{step}"
+    partial = folder / f".{final.name}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write_files(partial, model, info)
+        partial.rename(final)
+        _point_latest(folder, final.name)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
+    return final
+
+
+def checkpoint_config(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:
+    """config.json as plain values."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "block_size": spec.block_size,
+        "num_target_layers": info.num_layers,
+        "dflash_config": {
+            "block_size": spec.block_size,
+            "mask_token_id": spec.mask_token_id,
+            "target_layer_ids": list(spec.target_layer_ids),
+        },
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "vocab_size": info.vocab_size,
+        "max_position_embeddings": info.max_position_embeddings,
+        "initializer_range": spec.initializer_range,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "layer_types": ["full_attention"] * spec.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": spec.num_layers,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": info.bos_token_id,
+        "eos_token_id": info.eos_token_id,
+        "pad_token_id": info.pad_token_id,
+    }
+
+
+def _write_files(folder: Path, model: DraftModel, info: TargetInfo) -> None:
+    config = json.dumps(checkpoint_config(model.spec, info), indent=2) + "\n"
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    tensors = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for path in (folder / "config.json", folder / "model.safetensors", folder):
+        _flush(path)
+
+
+def _point_latest(folder: Path, name: str) -> None:
+    link = folder / ".latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name)
+    link.replace(folder / "latest")
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    """Make a file or a folder's entries reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,303 @@
+"""What a training run is told: seven sections, every value typed, ranged and explained.
+
+The command line builds this same `TrainConfig` from YAML that the trainer builds from `config.json`, so a typo fails on the
+laptop. Standard library only: it is imported where torch is not installed.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trainer.errors import ConfigError
+
+Graphs = Literal["none", "lazy", "mainwarm", "threadwarm"]
+Dtype = Literal["float32", "bfloat16"]
+
+DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+"""Loss decay by block size (SpecForge, paper); other sizes use 0.45 * block_size, which passes near all three."""
+
+
+def _bounds(low: float | None = None, high: float | None = None, *, open_low: bool = False) -> dict[str, Any]:
+    return {"low": low, "high": high, "open_low": open_low}
+
+
+@dataclass(kw_only=True, slots=True)
+class TargetConfig:
+    """The frozen model that is to be served faster."""
+
+    path: str
+    """Folder of a Hugging Face checkpoint or of `gguf_file`, or a hub id. A relative folder lies under `run.root`."""
+    gguf_file: str | None = None
+    """Name of a GGUF file inside `path`."""
+    dtype: Dtype = "bfloat16"
+    """Type of weights and activations."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DraftConfig:
+    """The DFlash model that is trained. What is None is taken from the target."""
+
+    num_layers: int = field(default=5, metadata=_bounds(1, 64))
+    """Decoder layers."""
+    block_size: int = field(default=16, metadata=_bounds(2, 64))
+    """Positions a block has, the anchor included."""
+    num_anchors: int = field(default=512, metadata=_bounds(1, 65536))
+    """Blocks sampled a row."""
+    target_layer_ids: list[int] | None = None
+    """Tapped layers, 0-based: id k is the output of layer k. None: as many as `num_layers`, spread from 1 to L-3."""
+    mask_token_id: int | None = field(default=None, metadata=_bounds(0))
+    """Embedding row of slots 1..K-1. None: the first row without a token, else an unused control token."""
+    intermediate_size: int | None = field(default=None, metadata=_bounds(1))
+    """Width of the MLP."""
+    num_attention_heads: int | None = field(default=None, metadata=_bounds(1))
+    """Query heads."""
+    num_key_value_heads: int | None = field(default=None, metadata=_bounds(1))
+    """Key and value heads."""
+    head_dim: int | None = field(default=None, metadata=_bounds(2))
+    """Width of a head."""
+    dtype: Dtype = "bfloat16"
+    """Type of weights and activations."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Token shards, written by `python -m trainer.prepare`."""
+
+    path: str
+    """Folder of the shards. A relative one lies under `run.root`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchConfig:
+    """The one static shape of every batch; `rows * row_tokens` is the token budget."""
+
+    rows: int = field(default=16, metadata=_bounds(1, 4096))
+    """Packed rows a batch."""
+    row_tokens: int = field(default=3072, metadata=_bounds(8, 1 << 20))
+    """Token slots a row, padding included. No document may be longer."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW with linear warm-up and cosine decay to zero (paper, by way of SpecForge's defaults)."""
+
+    lr: float = field(default=6e-4, metadata=_bounds(0, 1, open_low=True))
+    """Peak learning rate."""
+    weight_decay: float = field(default=0.0, metadata=_bounds(0, 1))
+    """Decoupled weight decay of matrices; norms have none."""
+    beta1: float = field(default=0.9, metadata=_bounds(0, 1))
+    """AdamW's first-moment decay."""
+    beta2: float = field(default=0.999, metadata=_bounds(0, 1))
+    """AdamW's second-moment decay."""
+    lr_warmup_steps: int | None = field(default=None, metadata=_bounds(0))
+    """Steps of linear warm-up. None: 4 % of `run.steps`."""
+    max_grad_norm: float = field(default=1.0, metadata=_bounds(0, open_low=True))
+    """Global norm that gradients are clipped to."""
+    loss_gamma: float | None = field(default=None, metadata=_bounds(0, open_low=True))
+    """Slot k weighs exp(-(k-1)/gamma) in the loss. None: 7, 5, 4 for blocks of 16, 10, 8."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PipelineConfig:
+    """Which thread runs where. Devices are logical: `cuda:0` is the first GPU that the run was given."""
+
+    target_devices: list[str] = field(default_factory=lambda: ["cuda:0"])
+    """One TargetForwardLoop for each entry; a device may be named twice."""
+    drafter_devices: list[str] = field(default_factory=lambda: ["cuda:1"])
+    """One DrafterTrainLoop for each entry; a device may be named twice."""
+    channel_capacity: int = field(default=2, metadata=_bounds(1, 64))
+    """Batches that a channel holds before its sender waits."""
+    graphs: Graphs = "threadwarm"
+    """How a drafter's step becomes a CUDA graph: none, lazy, mainwarm, threadwarm. On CPU only `none` exists."""
+    allow_unsound: bool = False
+    """Permit `lazy` and `mainwarm`, kept to show how they fail."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """Length, seed and bookkeeping."""
+
+    steps: int = field(default=1000, metadata=_bounds(1))
+    """Optimizer steps."""
+    seed: int = field(default=0, metadata=_bounds(0, (1 << 63) - 1))
+    """Decides initial weights, order of documents and anchors."""
+    log_every: int = field(default=10, metadata=_bounds(1))
+    """Steps between two log lines."""
+    checkpoint_every: int = field(default=1000, metadata=_bounds(1))
+    """Steps between two checkpoints; the last step always writes one."""
+    root: str = "."
+    """Folder that relative paths of `target` and `data` start from; set by `dflashctl launch` to the host's root."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """Everything a run is told. Checked on construction; errors name `section.key`."""
+
+    target: TargetConfig
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    data: DataConfig
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        """Check ranges and what only several values together decide; raises ConfigError."""
+        for section, part in _sections(self):
+            for f in dataclasses.fields(part):
+                _check_range(f"{section}.{f.name}", getattr(part, f.name), f.metadata)
+        _check_together(self)
+
+    @classmethod
+    def from_dict(cls, data: object) -> "TrainConfig":
+        """Build from nested plain values (YAML, JSON); raises ConfigError for unknown keys, wrong types, missing values."""
+        known = {f.name: f.type for f in dataclasses.fields(cls)}
+        given = _mapping("trainer", data)
+        _refuse_unknown("trainer", given, known, "sections")
+        return cls(**{name: _section(name, typing.cast(type, kind), given.get(name)) for name, kind in known.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values with every default spelled out."""
+        return dataclasses.asdict(self)
+
+    @property
+    def token_budget(self) -> int:
+        """Token slots of one batch, padding included."""
+        return self.batch.rows * self.batch.row_tokens
+
+    @property
+    def lr_warmup_steps(self) -> int:
+        """Steps of linear warm-up, the default resolved."""
+        explicit = self.optim.lr_warmup_steps
+        return explicit if explicit is not None else max(1, round(0.04 * self.run.steps))
+
+    @property
+    def loss_gamma(self) -> float:
+        """Decay of the loss weights, the default resolved."""
+        size = self.draft.block_size
+        return self.optim.loss_gamma or DEFAULT_GAMMA.get(size, 0.45 * size)
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether any stage runs on a GPU."""
+        return any(d.startswith("cuda") for d in self.pipeline.target_devices + self.pipeline.drafter_devices)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs the run needs: one more than its highest logical index."""
+        devices = self.pipeline.target_devices + self.pipeline.drafter_devices
+        return max((int(d.removeprefix("cuda:")) + 1 for d in devices if d.startswith("cuda")), default=0)
+
+
+def keys() -> Iterator[str]:
+    """Every `section.key` that a configuration may set."""
+    for section in dataclasses.fields(TrainConfig):
+        for f in dataclasses.fields(typing.cast(type, section.type)):
+            yield f"{section.name}.{f.name}"
+
+
+def _sections(config: TrainConfig) -> Iterator[tuple[str, Any]]:
+    for f in dataclasses.fields(config):
+        yield f.name, getattr(config, f.name)
+
+
+def _section(name: str, kind: type, data: object) -> Any:
+    given = _mapping(name, {} if data is None else data)
+    hints = typing.get_type_hints(kind)
+    _refuse_unknown(name, given, hints, "keys")
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in given
+    ]
+    if missing:
+        raise ConfigError(f"{name}.{missing[0]} is required, got nothing")
+    return kind(**{key: _value(f"{name}.{key}", hints[key], value) for key, value in given.items()})
+
+
+def _mapping(where: str, data: object) -> Mapping[str, object]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {_shown(data)}")
+    return data
+
+
+def _refuse_unknown(where: str, given: Mapping[str, object], known: Mapping[str, object], what: str) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), list(known), n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"{what} are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key '{key}'; {hint}")
+
+
+def _value(where: str, hint: Any, value: object) -> object:
+    """`value` as the annotated type; an int passes for a float, nothing else is converted."""
+    allowed = [hint] if not isinstance(hint, types.UnionType) else [a for a in hint.__args__ if a is not types.NoneType]
+    optional = isinstance(hint, types.UnionType) and types.NoneType in hint.__args__
+    if value is None and optional:
+        return None
+    kind = allowed[0]
+    if typing.get_origin(kind) is Literal:
+        if value not in typing.get_args(kind):
+            raise ConfigError(f"{where} must be one of {', '.join(typing.get_args(kind))}, got {_shown(value)}")
+        return value
+    if typing.get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} must be a list, got {_shown(value)}")
+        return [_value(f"{where}[{i}]", typing.get_args(kind)[0], item) for i, item in enumerate(value)]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+        raise ConfigError(f"{where} must be {words[kind]}, got {_shown(value)}")
+    return value
+
+
+def _check_range(where: str, value: object, bounds: Mapping[str, Any]) -> None:
+    if not bounds or value is None:
+        return
+    low, high = bounds["low"], bounds["high"]
+    number = typing.cast(float, value)
+    below = low is not None and (number <= low if bounds["open_low"] else number < low)
+    if below or (high is not None and number > high) or number != number:
+        more = "more than " if bounds["open_low"] else ""
+        text = f"{more}{low}..{high}" if high is not None else f"{more or 'at least '}{low}"
+        raise ConfigError(f"{where} must be {text}, got {value}")
+
+
+def _check_together(config: TrainConfig) -> None:
+    pipeline, draft = config.pipeline, config.draft
+    for key in ("target_devices", "drafter_devices"):
+        devices = getattr(pipeline, key)
+        if not devices:
+            raise ConfigError(f"pipeline.{key} must name at least one device, got []")
+        for device in devices:
+            index = device.removeprefix("cuda:")
+            if device != "cpu" and not (device.startswith("cuda:") and index.isascii() and index.isdigit()):
+                raise ConfigError(f"pipeline.{key} must hold 'cpu' or 'cuda:N', got {_shown(device)}")
+    kinds = {d.split(":")[0] for d in pipeline.target_devices + pipeline.drafter_devices}
+    if len(kinds) > 1:
+        raise ConfigError("pipeline: target_devices and drafter_devices must all be cpu or all be cuda, got both")
+    if kinds == {"cpu"} and pipeline.graphs != "none":
+        raise ConfigError(f"pipeline.graphs must be none on cpu, got {pipeline.graphs}")
+    if pipeline.graphs in ("lazy", "mainwarm") and not pipeline.allow_unsound:
+        reason = {"lazy": "crashes in cudagraph-trees", "mainwarm": "runs and is silently wrong"}[pipeline.graphs]
+        raise ConfigError(
+            f"pipeline.graphs: {pipeline.graphs} {reason} when drafters share a process; "
+            "use threadwarm, or set pipeline.allow_unsound: true to see it"
+        )
+    ids = draft.target_layer_ids
+    if ids is not None and (not ids or sorted(set(ids)) != ids or ids[0] < 0):
+        raise ConfigError(f"draft.target_layer_ids must be ascending layer indices from 0, got {ids}")
+    if draft.block_size >= config.batch.row_tokens:
+        raise ConfigError(
+            f"draft.block_size must be below batch.row_tokens ({config.batch.row_tokens}), got {draft.block_size}"
+        )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

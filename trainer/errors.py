@@ -1,0 +1,41 @@
+"""Errors that a user can mend, each one sentence: where, what, allowed, got.
+
+Part of the contract between the command line and the trainer, so standard library only. Whatever is not one of these is a
+fault of ours and is shown with its traceback.
+"""
+
+
+class TrainerError(Exception):
+    """Base of all errors whose text alone tells the user what to do."""
+
+    exit_code = 1
+
+
+class ConfigError(TrainerError):
+    """A value of the configuration is missing, unknown, of the wrong type or outside its range."""
+
+    exit_code = 3
+
+
+class DataError(TrainerError):
+    """Token shards or conversations that cannot be trained on."""
+
+    exit_code = 3
+
+
+class TargetError(TrainerError):
+    """The target model cannot be loaded, or is of a kind that is not supported."""
+
+    exit_code = 3
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint could not be written or read."""
+
+
+class NonFiniteError(TrainerError):
+    """A loss or gradient became NaN or infinite; the step was not applied."""
+
+
+class WorkerError(TrainerError):
+    """A worker thread died or hung; the text names the thread and its first cause."""

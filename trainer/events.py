@@ -1,0 +1,74 @@
+"""events.jsonl: how a run tells what it does, one JSON object a line.
+
+Written by the trainer, read by the command line, so standard library only. Every event has `event`, `time` (ISO 8601 UTC) and
+`elapsed_s` (monotonic, since `started`). The first is `started`, the last `finished` or `failed`; between them `gate_open`,
+`step` and `checkpoint`. Numbers that are not known are null; a non-finite number is written as null, so that every line is
+strict JSON.
+"""
+
+import datetime
+import json
+import math
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+STARTED: Final = "started"
+GATE_OPEN: Final = "gate_open"
+STEP: Final = "step"
+CHECKPOINT: Final = "checkpoint"
+FINISHED: Final = "finished"
+FAILED: Final = "failed"
+FINAL: Final = frozenset({FINISHED, FAILED})
+
+
+class EventLog:
+    """Appends events to one file; any thread may call `write`. After a final event nothing more is written."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` for appending; raises OSError."""
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        self._ended = False
+
+    def write(self, event: str, /, **fields: Any) -> bool:
+        """Append one event and flush it; returns whether it was written (False after a final event)."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._ended = event in FINAL
+            head = {"event": event, "time": utc_now(), "elapsed_s": round(time.monotonic() - self._start, 3)}
+            self._file.write(json.dumps(_finite(head | fields), allow_nan=False) + "\n")
+            self._file.flush()
+            return True
+
+    def close(self) -> None:
+        """Close the file; later writes are ignored."""
+        with self._lock:
+            self._ended = True
+            self._file.close()
+
+
+def utc_now() -> str:
+    """Now, as ISO 8601 UTC with milliseconds and `Z`."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """One event, or None for a line that is torn or no event."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,86 @@
+"""The drafter's optimizer: AdamW over fp32 parameters and one flat gradient, warm-up and cosine, never a step with NaN.
+
+All gradients are views of one buffer, so drafters sum theirs, and the norm is taken, in one call each, at addresses
+that never change. Nothing here synchronises but `check`. Each optimizer belongs to one drafter thread.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import TrainConfig
+from trainer.errors import NonFiniteError
+
+_FINE = -1
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The rate of 0-based `step`: linear up to the peak, then a half cosine that reaches 0 at `run.steps`."""
+    peak, warmup, steps = config.optim.lr, config.lr_warmup_steps, config.run.steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+class DraftOptimizer:
+    """Steps a drafter's parameters; `flat_grad` is what its backward fills and drafters sum."""
+
+    flat_grad: Tensor
+    """[number of parameters] fp32; every `parameter.grad` is a view of it."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        """Give every parameter of `model` a zero gradient; the model already lies on its device."""
+        parameters = list(model.parameters())
+        device = parameters[0].device
+        self._config = config
+        self.flat_grad = _flat_gradient(parameters)
+        self._lr = torch.tensor(0.0, dtype=torch.float32, device=device)
+        self._bad_step = torch.tensor(_FINE, device=device)
+        optim = config.optim
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(groups, lr=self._lr, betas=(optim.beta1, optim.beta2), fused=True)
+
+    def zero_grad(self) -> None:
+        """Set the gradient to zero, in place."""
+        self.flat_grad.zero_()
+
+    @torch.no_grad()
+    def step(self, step: int, loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
+        """Apply 0-based `step`: `flat_grad`, `loss_sum` and `weight_sum` are sums over all drafters.
+
+        Returns the norm of the gradient of loss_sum / weight_sum, before clipping. From the first step whose loss or
+        gradient is not finite on, that one included, nothing is applied; `check` raises then. Without any weight the
+        gradient counts as zero.
+        """
+        share = torch.where(weight_sum > 0, 1 / weight_sum, 0.0)
+        grad_norm = torch.linalg.vector_norm(self.flat_grad) * share
+        self.flat_grad.mul_(share * (self._config.optim.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+        finite = torch.isfinite(loss_sum) & torch.isfinite(grad_norm)
+        self._bad_step.copy_(torch.where((self._bad_step == _FINE) & ~finite, step, self._bad_step))
+        self._lr.fill_(learning_rate(self._config, step))
+        # The fused kernel reads this attribute, as GradScaler sets it, and then leaves everything as it was.
+        self._adamw.found_inf = (self._bad_step != _FINE).float()  # type: ignore[attr-defined]
+        self._adamw.step()
+        return grad_norm
+
+    def check(self, num_drafters: int = 1) -> None:
+        """Raise NonFiniteError if a step was not applied; waits for the device."""
+        step = int(self._bad_step.item())
+        if step == _FINE:
+            return
+        first, last = step * num_drafters, (step + 1) * num_drafters - 1
+        batches = f"batch {first}" if first == last else f"batches {first}..{last}"
+        raise NonFiniteError(f"step {step} ({batches}): loss and gradient must be finite, got NaN or infinity; not applied")
+
+
+def _flat_gradient(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One zero buffer that every parameter's gradient is a view of."""
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float32, device=parameters[0].device)
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat

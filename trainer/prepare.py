@@ -1,0 +1,266 @@
+"""Chats become token shards: `python -m trainer.prepare --input CHATS.jsonl --output DIR --target MODEL`.
+
+Each line holds a conversation, as `messages` (role, content) or ShareGPT `conversations` (from, value). The target's own chat
+template renders it; the assistant's tokens, the end of their turn included, are the responses that a drafter learns. A template
+with a `{% generation %}` block tells them itself; else they lie between the prompt that the template renders before an answer
+and the end of that answer, and a conversation where such a prompt is not a true prefix of the whole is dropped.
+
+A conversation longer than --max-tokens is cut after the last answer that fits, because a conversation's beginning is itself a
+conversation; one whose first answer does not fit is dropped. Nothing is left behind when anything fails.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import BatchConfig, TargetConfig
+from trainer.dataset import ShardWriter, Split
+from trainer.errors import DataError, TrainerError
+from trainer.model.target import load_tokenizer
+
+Messages = list[dict[str, str]]
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_ENDING = re.compile(r"\s*\S*")
+"""What closes an answer: the first word after it, such as <|im_end|> or </s>; more may follow the last answer only."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Dropped(Exception):
+    """A conversation that is left out; the text is the reason, the same for all of its kind."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of the conversations."""
+
+    max_tokens: int
+    documents: Counter[Split] = field(default_factory=Counter)
+    tokens: int = 0
+    response_tokens: int = 0
+    shortened: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        kept, dropped = self.documents.total(), self.dropped.total()
+        lines = [
+            f"kept {kept} of {kept + dropped} conversations: "
+            f"{self.documents['train']} to train on, {self.documents['held_out']} held out",
+            f"{self.tokens} tokens, {self.response_tokens} of them responses",
+            f"shortened {self.shortened} to their last answer within {self.max_tokens} tokens",
+            f"dropped {dropped}",
+            *(f"  {count}  {reason}" for reason, count in self.dropped.most_common()),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def prepare(inputs: Sequence[Path], output: Path, target: TargetConfig, *, max_tokens: int, held_out: float) -> Report:
+    """Write shards of all conversations in `inputs` to `output`, which must not exist; raises DataError, TargetError.
+
+    `held_out` is the share of conversations set aside; which ones depends on their text alone.
+    """
+    if output.exists():
+        raise DataError(f"{output} exists already; remove it or choose another --output")
+    tokenizer = load_tokenizer(target, Path())
+    if not tokenizer.chat_template:
+        raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
+    report = Report(max_tokens)
+    with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
+        for messages in _conversations(inputs, report):
+            _add(writer, report, tokenizer, messages, held_out)
+        if not report.documents["train"]:
+            reasons = "; ".join(f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3))
+            raise DataError(f"{inputs[0]}: no conversation is left to train on ({reasons or 'none was given'})")
+        about = {
+            "target": target.path,
+            "gguf_file": target.gguf_file,
+            "max_tokens": max_tokens,
+            "shortened": report.shortened,
+            "dropped": dict(report.dropped),
+        }
+        writer.finish(vocab_size=len(tokenizer), about=about)
+    return report
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+    """Token ids and loss mask of a whole conversation, both [T]; raises Dropped."""
+    try:
+        if _GENERATION.search(str(tokenizer.chat_template)):
+            out: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return np.array(out["input_ids"], dtype=np.uint32), np.array(out["assistant_masks"], dtype=np.bool_)
+        text, spans = response_spans(tokenizer, messages)
+    except jinja2.TemplateError:
+        raise Dropped("the chat template refuses it") from None
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = np.array([start for start, _ in out["offset_mapping"]])
+    loss_mask = np.zeros(len(starts), dtype=np.bool_)
+    for begin, end in spans:
+        loss_mask |= (starts >= begin) & (starts < end)
+    return np.array(out["input_ids"], dtype=np.uint32), loss_mask
+
+
+def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation and the characters [begin, end) of each answer, end of turn included; raises Dropped.
+
+    An answer begins after the prompt that the template renders for it, which has to be how the whole text begins. It ends with
+    its own text and the end of turn; in between stands what the template adds, such as Qwen3's thinking tags around nothing.
+    The conversation ends with an answer.
+    """
+
+    def render(count: int, *, prompt: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
+
+    text = render(len(messages))
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    prompts = [render(i, prompt=True) for i in answers]
+    if not all(text.startswith(prompt) for prompt in prompts):
+        raise Dropped("the chat template renders its turns differently inside the whole conversation")
+    bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
+    ending = _ENDING.match(text[len(prompts[-1]) :].rpartition(bodies[-1])[2])
+    assert ending is not None
+    limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]
+    spans = []
+    for body, prompt, limit in zip(bodies, prompts, limits, strict=True):
+        closed = body + ending[0]
+        at = text.find(closed, len(prompt), limit)
+        if at < 0:
+            raise Dropped("the chat template changes the assistant's text")
+        spans.append((len(prompt), at + len(closed)))
+    return text, spans
+
+
+def cut(loss_mask: NDArray[np.bool_], max_tokens: int) -> tuple[int, bool]:
+    """How many tokens to keep, up to the end of the last answer that fits, and whether an answer is lost; raises Dropped."""
+    ends = np.flatnonzero(np.diff(loss_mask.astype(np.int8), append=0) == -1) + 1
+    fitting = ends[ends <= max_tokens]
+    if not len(ends):
+        raise Dropped("the chat template marks no token as the assistant's")
+    if not len(fitting):
+        raise Dropped(f"its first answer ends after {max_tokens} tokens")
+    return int(fitting[-1]), len(fitting) < len(ends)
+
+
+def _add(writer: ShardWriter, report: Report, tokenizer: PreTrainedTokenizerBase, messages: Messages, held_out: float) -> None:
+    try:
+        tokens, loss_mask = encode(tokenizer, messages)
+        length, shortened = cut(loss_mask, report.max_tokens)
+        tokens, loss_mask = tokens[:length], loss_mask[:length]
+        if not (loss_mask[1:] & loss_mask[:-1]).any():
+            raise Dropped("its answers are single tokens")
+    except Dropped as reason:
+        report.dropped[str(reason)] += 1
+        return
+    split: Split = "held_out" if _fraction(messages) < held_out else "train"
+    writer.append(split, tokens, loss_mask)
+    report.documents[split] += 1
+    report.tokens += length
+    report.response_tokens += int(loss_mask.sum())
+    report.shortened += shortened
+
+
+def _fraction(messages: Messages) -> float:
+    digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _conversations(inputs: Iterable[Path], report: Report) -> Iterator[Messages]:
+    """Well-formed conversations; malformed lines raise DataError, unusable conversations are counted as dropped."""
+    for path in inputs:
+        try:
+            with path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        try:
+                            yield _messages(_turns(line, f"{path}:{number}"))
+                        except Dropped as reason:
+                            report.dropped[str(reason)] += 1
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _turns(line: str, where: str) -> list[Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}") from None
+    turns = record.get("messages", record.get("conversations")) if isinstance(record, dict) else None
+    if not isinstance(turns, list):
+        raise DataError(f"{where}: needs a list `messages` (role, content) or `conversations` (from, value)")
+    return turns
+
+
+def _messages(turns: list[Any]) -> Messages:
+    """A conversation up to its last answer; raises Dropped."""
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise Dropped("a turn is not an object")
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if role not in _ROLES:
+            raise Dropped("a role is none of system, user (human), assistant (gpt)")
+        if not isinstance(content, str) or not content.strip():
+            raise Dropped("a turn has no text")
+        messages.append({"role": _ROLES[role], "content": content.strip()})
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        raise Dropped("the assistant says nothing")
+    roles = [message["role"] for message in messages]
+    if "user" not in roles[: roles.index("assistant")]:
+        raise Dropped("the assistant speaks before the user")
+    return messages
+
+
+@contextlib.contextmanager
+def _folder_that_appears_whole(output: Path) -> Iterator[Path]:
+    """A new folder beside `output` that takes its name at the end, and is removed if anything fails."""
+    folder = output.parent / f".{output.name}.incoming-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        folder.rename(output)
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.prepare", description="Chats become token shards.")
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL files, one conversation a line")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--target", required=True, help="folder or hub id of the target model")
+    parser.add_argument("--gguf-file", help="name of a GGUF file inside the target's folder")
+    parser.add_argument("--max-tokens", type=int, default=BatchConfig().row_tokens, help="longest document (%(default)s)")
+    parser.add_argument("--held-out", type=float, default=0.02, help="share set aside for validation (%(default)s)")
+    args = parser.parse_args(argv)
+    if args.max_tokens < 1 or not 0 <= args.held_out < 1:
+        parser.error("--max-tokens must be at least 1 and --held-out 0..1, 1 excluded")
+    target = TargetConfig(path=args.target, gguf_file=args.gguf_file)
+    try:
+        report = prepare(args.input, args.output, target, max_tokens=args.max_tokens, held_out=args.held_out)
+    except TrainerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    sys.stdout.write(f"{report}wrote {args.output}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

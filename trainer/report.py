@@ -1,0 +1,185 @@
+"""How a run tells what it does: the one place that writes events.jsonl and the log's lines for people.
+
+Only the supervisor's thread calls it. Rates and wait fractions are of the time since the last line.
+"""
+
+import hashlib
+import json
+import logging
+import platform
+import time
+from collections.abc import Mapping
+
+import torch
+import transformers
+
+from trainer import events
+from trainer.config import TrainConfig
+from trainer.dataset import Shards
+from trainer.events import EventLog
+from trainer.metrics import Totals
+from trainer.model.draft import DraftModel, DraftSpec
+from trainer.workers import Saved, StepReport, Wiring
+
+log = logging.getLogger("trainer")
+_SHOWN_POSITIONS = 3
+
+
+class Reporter:
+    """Folds what the workers say into events and lines."""
+
+    def __init__(self, config: TrainConfig, event_log: EventLog) -> None:
+        """Nothing is written yet."""
+        self._config = config
+        self._events = event_log
+        self._begin = time.monotonic()
+        self._wiring: Wiring | None = None
+        self._since = self._begin
+        self._waits: Mapping[str, Mapping[str, float]] = {}
+        self._open_step: list[StepReport] = []
+        self._loaded: dict[str, object] = {}
+        self._context_tokens = 0
+        self._done = 0
+        self._loss: float | None = None
+
+    def started(self) -> None:
+        """The configuration is good; loading begins."""
+        config = self._config.to_dict()
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        devices = {d: _device_name(d) for d in self._config.pipeline.target_devices + self._config.pipeline.drafter_devices}
+        self._events.write(events.STARTED, versions=versions, devices=devices, config_digest=digest[:16], config=config)
+        log.info("loading the target model %s and the data %s", self._config.target.path, self._config.data.path)
+
+    def loaded(self, spec: DraftSpec, shards: Shards) -> None:
+        """Target and data are in memory."""
+        with torch.device("meta"):
+            num_parameters = sum(p.numel() for p in DraftModel(spec).parameters())
+        self._loaded = {
+            "draft_parameters": num_parameters,
+            "target_layer_ids": list(spec.target_layer_ids),
+            "mask_token_id": spec.mask_token_id,
+            "documents": len(shards),
+            "document_tokens": len(shards.tokens),
+        }
+        log.info(
+            "drafter: %d layers, %.1f M parameters, blocks of %d, tapped target layers %s, mask token %d",
+            spec.num_layers,
+            num_parameters / 1e6,
+            spec.block_size,
+            list(spec.target_layer_ids),
+            spec.mask_token_id,
+        )
+        log.info("data: %d documents, %d tokens", len(shards), len(shards.tokens))
+
+    def gate_open(self, wiring: Wiring) -> None:
+        """Every worker is ready; rates count from now."""
+        self._wiring, self._since = wiring, time.monotonic()
+        self._events.write(events.GATE_OPEN, **self._loaded)
+        pipeline = self._config.pipeline
+        log.info(
+            "gate open after %.1f s: targets on %s, drafters on %s",
+            self._since - self._begin,
+            ", ".join(pipeline.target_devices),
+            ", ".join(pipeline.drafter_devices),
+        )
+
+    def step_report(self, report: StepReport) -> None:
+        """One drafter's share of a line; the last drafter's completes it."""
+        self._open_step.append(report)
+        if len(self._open_step) == len(self._config.pipeline.drafter_devices):
+            reports, self._open_step = self._open_step, []
+            self._step(reports)
+
+    def _step(self, reports: list[StepReport]) -> None:
+        totals = reports[0].totals
+        for other in reports[1:]:
+            totals += other.totals
+        context_tokens = sum(report.context_tokens for report in reports)
+        seconds = time.monotonic() - self._since
+        self._done, self._loss = reports[0].step, totals.loss
+        self._context_tokens += context_tokens
+        rate = context_tokens / seconds
+        self._events.write(
+            events.STEP,
+            step=self._done,
+            loss=totals.loss,
+            accuracy=totals.accuracy,
+            acceptance_length=totals.acceptance_length,
+            lr=reports[0].lr,
+            grad_norm=reports[0].grad_norm,
+            context_tokens_per_s=rate,
+            draft_tokens_per_s=sum(totals.counted) / seconds,
+            **self._flow(seconds),
+        )
+        log.info(step_line(self._done, self._config.run.steps, totals, reports[0].lr, rate))
+        self._since += seconds
+
+    def _flow(self, seconds: float) -> dict[str, object]:
+        """Channel depths now, and which share of `seconds` each worker waited for input, for room, or for other drafters."""
+        assert self._wiring is not None
+        before, self._waits = self._waits, _waits(self._wiring)
+        fractions = {
+            worker: {end: round((total - before.get(worker, {}).get(end, 0.0)) / seconds, 3) for end, total in ends.items()}
+            for worker, ends in self._waits.items()
+        }
+        depths = {channel.name: channel.statistics().depth for channel in self._wiring.channels}
+        return {"channel_depths": depths, "wait_fractions": fractions}
+
+    def saved(self, saved: Saved) -> None:
+        """A checkpoint lies on disk."""
+        self._events.write(events.CHECKPOINT, step=saved.step, path=str(saved.path))
+        log.info("checkpoint %s", saved.path)
+
+    def finished(self) -> None:
+        """All steps are done."""
+        seconds = time.monotonic() - self._begin
+        self._events.write(
+            events.FINISHED,
+            steps=self._done,
+            loss=self._loss,
+            seconds=round(seconds, 3),
+            context_tokens=self._context_tokens,
+        )
+        log.info("finished %d steps, %d context tokens in %.1f s", self._done, self._context_tokens, seconds)
+
+    def failed(self, error: str, worker: str | None, step: int | None) -> None:
+        """The run has ended before its last step."""
+        self._events.write(events.FAILED, error=error, worker=worker, step=step)
+        where = f" in {worker}" if worker else ""
+        log.error("failed%s%s: %s", where, f", step {step}" if step else "", error)
+
+
+def step_line(step: int, steps: int, totals: Totals, lr: float, context_tokens_per_s: float) -> str:
+    """A line for people; a value that is not known is a dash."""
+    accuracy = " ".join(_shown(value, ".3f") for value in totals.accuracy[:_SHOWN_POSITIONS])
+    return (
+        f"step {step}/{steps}  loss {_shown(totals.loss, '.3f')}  acc {accuracy}  "
+        f"accept {_shown(totals.acceptance_length, '.2f')}  lr {lr:.1e}  {context_tokens_per_s:.0f} ctx tok/s"
+    )
+
+
+def _shown(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _waits(wiring: Wiring) -> dict[str, dict[str, float]]:
+    """Seconds that each worker has waited at each of its ends."""
+    batches = [channel.statistics() for channel in wiring.batches]
+    features = {pair: channel.statistics() for pair, channel in wiring.features.items()}
+    waits = {"prefetch-0": {"out": sum(channel.send_wait_s for channel in batches)}}
+    for rank, inbox in enumerate(batches):
+        out = sum(channel.send_wait_s for (target, _), channel in features.items() if target == rank)
+        waits[f"target-{rank}"] = {"in": inbox.receive_wait_s, "out": out}
+    for rank, others in enumerate(wiring.drafter_sum.wait_s):
+        inbox_s = sum(channel.receive_wait_s for (_, drafter), channel in features.items() if drafter == rank)
+        waits[f"draft-{rank}"] = {"in": inbox_s, "drafters": others}
+    return waits
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or platform.machine()
