@@ -13,14 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import trainer.drafter
 import trainer.pipeline
-import trainer.workers
+import trainer.wiring
 from trainer.anchors import block_labels
 from trainer.batch import Batch, FeatureBatch
 from trainer.channel import Channel
 from trainer.config import TrainConfig
 from trainer.dataset import open_shards
-from trainer.errors import ConfigError, NonFiniteError, WorkerError
+from trainer.errors import NonFiniteError, WorkerError
 from trainer.events import EventLog
 from trainer.loss import LossParts, drafter_loss
 from trainer.model.attention import draft_mask
@@ -28,7 +29,7 @@ from trainer.model.draft import build_draft, forward_blocks, resolve_draft
 from trainer.model.target import TargetModel, load_target
 from trainer.optim import DraftOptimizer
 from trainer.packing import batches
-from trainer.workers import Mailbox
+from trainer.wiring import Mailbox
 
 ENDS_WITHIN_S = 30
 """Far more than an end takes; a run that hangs takes half an hour."""
@@ -99,7 +100,7 @@ def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pyte
     config = tiny_run.config(drafters=2, run={"steps": 5, "log_every": 2, "checkpoint_every": 3})
     run(config, tmp_path)
     assert [e["event"] for e in events_of(tmp_path)] == [
-        *("started", "gate_open", "step", "checkpoint", "step", "step", "checkpoint", "finished")
+        *("started", "gate_open", "step", "checkpoint", "step", "steady", "step", "checkpoint", "finished")
     ]
     started, gate_open, step, checkpoint = events_of(tmp_path)[:4]
     assert started["versions"]["torch"] == torch.__version__
@@ -187,8 +188,8 @@ def expect_failure(config: dict[str, Any], folder: Path, worker: str | None, err
         (trainer.pipeline, "open_shards", "load"),
         (trainer.pipeline, "load_target", "load"),
         (TargetModel, "context_features", "target-1"),
-        (trainer.workers, "build_draft", "draft-1"),
-        (trainer.workers, "drafter_loss", "draft-0"),
+        (trainer.drafter, "build_draft", "draft-1"),
+        (trainer.drafter, "drafter_loss", "draft-0"),
     ],
 )
 def test_a_death_before_the_gate_ends_the_run(
@@ -221,7 +222,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Channel[Any]]:
     def make(name: str, capacity: int) -> Channel[Any]:
         return made.setdefault(name, Channel(name, capacity))
 
-    monkeypatch.setattr(trainer.pipeline, "Channel", make)
+    monkeypatch.setattr(trainer.wiring, "Channel", make)
     return made
 
 
@@ -236,11 +237,11 @@ def test_a_drafter_that_dies_while_the_target_sends_ends_the_run(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, channels: dict[str, Channel[Any]]
 ) -> None:
     def target_waits_for_room() -> None:
-        before = channels["features-0-0"].statistics().send_wait_s
-        until(lambda: channels["features-0-0"].statistics().send_wait_s > before + 0.02)
+        before = channels["free-0-0"].statistics().receive_wait_s
+        until(lambda: channels["free-0-0"].statistics().receive_wait_s > before + 0.02)
 
     error = InjectedError("mid-send")
-    fail_in(monkeypatch, trainer.workers, "drafter_loss", "draft-0", 3, error, first=target_waits_for_room)
+    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 3, error, first=target_waits_for_room)
     last = expect_failure(tiny_run.config(run={"steps": 10_000}), tmp_path, "draft-0", error)
     assert last["step"] == 2
 
@@ -263,7 +264,7 @@ def test_a_drafter_that_dies_after_the_others_have_left_ends_the_run(
 ) -> None:
     error = InjectedError("after close")
     alone = lambda: until(lambda: workers_alive() == ["draft-0"])  # noqa: E731
-    fail_in(monkeypatch, trainer.workers, "drafter_loss", "draft-0", 2, error, first=alone)
+    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 2, error, first=alone)
     config = tiny_run.config(pipeline={"channel_capacity": 64})
     assert expect_failure(config, tmp_path, "draft-0", error)["step"] == 1
 
@@ -272,10 +273,10 @@ def test_a_drafter_that_dies_while_others_wait_for_it_ends_the_run(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meetings: list[Any] = []
-    monkeypatch.setattr(trainer.pipeline, "DrafterSum", recording(trainer.pipeline.DrafterSum, meetings))
+    monkeypatch.setattr(trainer.wiring, "DrafterSum", recording(trainer.wiring.DrafterSum, meetings))
     others_wait = lambda: until(lambda: meetings[0]._barrier.n_waiting == 2)  # noqa: E731
     error = InjectedError("in the barrier")
-    fail_in(monkeypatch, trainer.workers, "drafter_loss", "draft-1", 4, error, first=others_wait)
+    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-1", 4, error, first=others_wait)
     last = expect_failure(tiny_run.config(drafters=3, run={"steps": 10_000}), tmp_path, "draft-1", error)
     assert last["step"] == 3
 
@@ -289,7 +290,7 @@ def recording(kind: Callable[..., Any], made: list[Any]) -> Callable[..., Any]:
 
 
 def test_drafters_that_drift_apart_end_the_run(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = trainer.workers.build_draft
+    original = trainer.drafter.build_draft
 
     def build(spec: Any, seed: int, device: torch.device) -> Any:
         model = original(spec, seed, device)
@@ -298,7 +299,7 @@ def test_drafters_that_drift_apart_end_the_run(tiny_run: Any, tmp_path: Path, mo
                 model.norm.weight[0] += 1e-3
         return model
 
-    monkeypatch.setattr(trainer.workers, "build_draft", build)
+    monkeypatch.setattr(trainer.drafter, "build_draft", build)
     with pytest.raises(AssertionError, match="drafters are not bit-equal"):
         run(tiny_run.config(drafters=2, run={"checkpoint_every": 2}), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
@@ -315,7 +316,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_applied(
         bad = threading.current_thread().name == thread and next(calls) == 4
         return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if bad else loss
 
-    monkeypatch.setattr(trainer.workers, "drafter_loss", poisoned)
+    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
     with pytest.raises(NonFiniteError, match=r"step \d .*batches 4\.\.5"):
         run(tiny_run.config(drafters=2), tmp_path)
     last = events_of(tmp_path)[-1]
@@ -343,13 +344,13 @@ def stop_after_first_step(folder: Path, mailbox: Mailbox) -> None:
 
 def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    original = trainer.workers.drafter_loss
+    original = trainer.drafter.drafter_loss
 
     def hanging(*args: Any) -> LossParts:
         release.wait(ENDS_WITHIN_S)
         return original(*args)
 
-    monkeypatch.setattr(trainer.workers, "drafter_loss", hanging)
+    monkeypatch.setattr(trainer.drafter, "drafter_loss", hanging)
     monkeypatch.setattr(trainer.pipeline, "STALL_S", 0.5)
     monkeypatch.setattr(trainer.pipeline, "JOIN_S", 0.1)
     with pytest.raises(WorkerError, match=r"no worker has moved for 0\.5 s: .*draft-0"):
@@ -357,9 +358,3 @@ def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkey
     assert events_of(tmp_path)[-1]["event"] == "failed"
     release.set()
     until(lambda: workers_alive() == [])
-
-
-def test_gpus_want_no_graphs_yet(tiny_run: Any, tmp_path: Path) -> None:
-    gpus = {"target_devices": ["cuda:0"], "drafter_devices": ["cuda:0"], "graphs": "threadwarm"}
-    with pytest.raises(ConfigError, match=r"pipeline\.graphs must be none, got threadwarm"):
-        run(tiny_run.config(pipeline=gpus), tmp_path)
