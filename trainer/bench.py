@@ -68,8 +68,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train for `--steps` steps; rates are of the last ones, from the first log line on."""
     config = TrainConfig.from_dict(
         {
-            "target": {"path": arguments.shape},
-            "draft": {"num_layers": arguments.layers, "num_anchors": arguments.anchors, "block_size": arguments.block_size},
+            "target": {"path": arguments.shape, "dtype": arguments.dtype},
+            "draft": {
+                "num_layers": arguments.layers,
+                "num_anchors": arguments.anchors,
+                "block_size": arguments.block_size,
+                "dtype": arguments.dtype,
+            },
             "data": {"path": "random"},
             "batch": {"rows": arguments.rows, "row_tokens": arguments.row_tokens},
             "pipeline": {
@@ -110,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--anchors", type=int, default=64, help="blocks a row")
     options.add_argument("--block-size", type=int, default=16)
     options.add_argument("--layers", type=int, default=5, help="layers of the drafter")
+    options.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     options.add_argument("--targets", default="cuda:0", help="devices of the target loops, with commas")
     options.add_argument("--drafters", default="cuda:0", help="devices of the drafters, with commas")
     options.add_argument("--graphs", choices=["none", "lazy", "mainwarm", "threadwarm"], default="threadwarm")

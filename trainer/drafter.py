@@ -18,7 +18,7 @@ from trainer.graphs import DeviceClock, Graphs, compiled
 from trainer.loss import drafter_loss
 from trainer.metrics import StepMetrics
 from trainer.model.attention import draft_mask
-from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, build_draft, forward_blocks
+from trainer.model.draft import DraftModel, TargetInfo, copy_draft, forward_blocks
 from trainer.optim import DraftOptimizer, learning_rate
 from trainer.slots import Slot, make_slot
 from trainer.wiring import STALL_S, StepReport, Wiring, enter
@@ -30,7 +30,8 @@ _STEPS_IN_FLIGHT = 2
 class DraftParts:
     """What a drafter is built from; embedding and head are shared by the drafters of a device."""
 
-    spec: DraftSpec
+    initial: DraftModel
+    """In host memory; every drafter starts as its copy."""
     info: TargetInfo
     embedding: Tensor
     head: Tensor
@@ -43,14 +44,14 @@ class Drafter:
     def __init__(self, wiring: Wiring, rank: int, parts: DraftParts) -> None:
         """Phase 1: build, compile, warm up and capture, in the thread that is going to train."""
         config = self._config = wiring.config
-        self._wiring, self._rank, self._parts = wiring, rank, parts
+        self._wiring, self._rank, self._parts, self._spec = wiring, rank, parts, parts.initial.spec
         self._device = torch.device(config.pipeline.drafter_devices[rank])
         self._alone = len(config.pipeline.drafter_devices) == 1
         enter(self._device, wiring)
-        self.model: DraftModel = build_draft(parts.spec, config.run.seed, self._device)
+        self.model: DraftModel = copy_draft(parts.initial, self._device)
         self._forward = compiled(self.model, config.pipeline.graphs, self._device)
         self._optimizer = DraftOptimizer(self.model, config)
-        self._metrics = StepMetrics(parts.spec.block_size, self._device)
+        self._metrics = StepMetrics(self._spec.block_size, self._device)
         self._context_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
         self._sums = torch.zeros(2, device=self._device)
         self._grad_norm = torch.zeros((), device=self._device)
@@ -61,7 +62,7 @@ class Drafter:
     def _make_slots(self) -> list[Slot]:
         """As many for each target as `channel_capacity` says, all of them free."""
         config, wiring = self._config, self._wiring
-        width = len(self._parts.spec.target_layer_ids) * self._parts.spec.hidden_size
+        width = len(self._spec.target_layer_ids) * self._spec.hidden_size
         made = []
         for pair, free in wiring.free.items():
             if pair[1] == self._rank:
@@ -148,7 +149,7 @@ class Drafter:
 
     def _backward(self, slot: Slot) -> None:
         """Forward and backward into the flat gradient; loss and weight into `_sums`."""
-        features, spec = slot.features, self._parts.spec
+        features, spec = slot.features, self._spec
         labels, weights = block_labels(features.batch, spec.block_size, self._config.loss_gamma)
         mask = draft_mask(features.batch, spec.block_size)
         hidden = forward_blocks(self._forward, self._parts.embedding, features, mask)

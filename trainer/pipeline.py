@@ -21,7 +21,7 @@ from trainer.dataset import Shards, check_fits, open_shards
 from trainer.drafter import Drafter, DraftParts
 from trainer.errors import TrainerError, WorkerError
 from trainer.events import EventLog
-from trainer.model.draft import DraftSpec, TargetInfo, resolve_draft
+from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, build_draft, resolve_draft
 from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id
 from trainer.packing import batches
 from trainer.report import Reporter
@@ -56,9 +56,15 @@ class Loaded:
     shards: Shards
     targets: dict[str, TargetModel]
     """By device; loops of one device share it, for they only read."""
-    spec: DraftSpec
+    initial: DraftModel
+    """What every drafter starts as, in host memory."""
     ends: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Embedding and head by drafter device."""
+
+    @property
+    def spec(self) -> DraftSpec:
+        """The drafter's shape."""
+        return self.initial.spec
 
     @property
     def info(self) -> TargetInfo:
@@ -128,7 +134,8 @@ def load_all(config: TrainConfig) -> Loaded:
         mask_token_id=spec.mask_token_id,
     )
     ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}
-    return Loaded(shards=shards, targets=targets, spec=spec, ends=ends)
+    initial = build_draft(spec, config.run.seed, torch.device("cpu"))
+    return Loaded(shards=shards, targets=targets, initial=initial, ends=ends)
 
 
 def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> None:
@@ -140,7 +147,7 @@ def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> 
         crew.start(f"target-{rank}", loop)
     for rank, device in enumerate(pipeline.drafter_devices):
         embedding, head = loaded.ends[device]
-        parts = DraftParts(spec=loaded.spec, info=loaded.info, embedding=embedding, head=head, checkpoints=checkpoints)
+        parts = DraftParts(initial=loaded.initial, info=loaded.info, embedding=embedding, head=head, checkpoints=checkpoints)
         make: Callable[[], Drafter] = functools.partial(Drafter, wiring, rank, parts)
         if pipeline.graphs == "mainwarm":
             make = _made_here(make)

@@ -16,7 +16,7 @@ from trainer.batch import Batch, FeatureBatch
 from trainer.config import TrainConfig
 from trainer.loss import drafter_loss
 from trainer.model.attention import draft_mask
-from trainer.model.draft import DraftModel, build_draft, forward_blocks
+from trainer.model.draft import DraftModel, copy_draft, forward_blocks
 from trainer.model.target import TargetModel
 from trainer.optim import DraftOptimizer
 from trainer.packing import batches
@@ -29,7 +29,7 @@ def plain_losses(config: TrainConfig, loaded: Loaded, steps: int) -> list[float]
     device = torch.device(config.pipeline.target_devices[0])
     target, num_batches = loaded.targets[str(device)], len(config.pipeline.drafter_devices)
     ends = target.ends(device, loaded.spec.dtype)
-    model = build_draft(loaded.spec, config.run.seed, device)
+    model = copy_draft(loaded.initial, device)
     optimizer = DraftOptimizer(model, config)
     stream = batches(loaded.shards, config)
     losses = []

@@ -12,7 +12,7 @@ import transformers
 
 from trainer.config import TrainConfig
 from trainer.dataset import Shards
-from trainer.model.draft import resolve_draft, resolve_target_layer_ids
+from trainer.model.draft import build_draft, resolve_draft, resolve_target_layer_ids
 from trainer.model.target import TargetModel
 from trainer.pipeline import Loaded
 
@@ -48,7 +48,8 @@ def loader(shape: str, document_tokens: tuple[int, int], num_documents: int = 51
         spec = resolve_draft(config.draft, target.info, vocab_size - 1)
         shards = random_shards(vocab_size - 1, document_tokens, num_documents)
         ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}
-        return Loaded(shards=shards, targets=targets, spec=spec, ends=ends)
+        initial = build_draft(spec, config.run.seed, torch.device("cpu"))
+        return Loaded(shards=shards, targets=targets, initial=initial, ends=ends)
 
     return load
 

@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from trainer.model.attention import (
     attend,
+    block_mask,
     dense_mask,
     document_mask,
     document_mask_mod,
@@ -75,7 +76,7 @@ def test_attend_is_grouped_softmax_attention_with_zeros_for_invalid_blocks(batch
 
 def _tiles(mask):
     """(seen, full) of torch's own mask, [B, I, J] bool."""
-    num_rows, _, _, num_columns = mask.kv_indices.shape
+    num_columns = mask.kv_indices.shape[-1]
     sets = []
     for counts, columns in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
         listed = torch.arange(num_columns) < counts[..., None]
@@ -99,3 +100,13 @@ def test_tiles_are_those_that_torch_finds_by_evaluating_the_whole_mask(make_batc
         assert full.any() == (window in (None, 300))
         for ours, theirs in zip(document_tiles(batch.doc_ids, window), (seen, full), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_a_block_mask_holds_contiguous_tensors_in_the_order_of_torchs_own(make_batch):
+    batch = make_batch([[150, 400, 30], [600]], [[10, 300], [5, 400]], num_slots=600, num_anchors=20)
+    ours = block_mask(*draft_tiles(batch, 16), draft_mask_mod(batch, 16), 320, 920)
+    theirs = create_block_mask(draft_mask_mod(batch, 16), 2, None, 320, 920, device="cpu")
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        for mine, his in ((getattr(ours, f), getattr(theirs, f)) for f in (name, name.replace("kv", "q"))):
+            assert mine.is_contiguous()
+            assert torch.equal(mine, his)

@@ -188,7 +188,7 @@ def expect_failure(config: dict[str, Any], folder: Path, worker: str | None, err
         (trainer.pipeline, "open_shards", "load"),
         (trainer.pipeline, "load_target", "load"),
         (TargetModel, "context_features", "target-1"),
-        (trainer.drafter, "build_draft", "draft-1"),
+        (trainer.drafter, "copy_draft", "draft-1"),
         (trainer.drafter, "drafter_loss", "draft-0"),
     ],
 )
@@ -290,16 +290,16 @@ def recording(kind: Callable[..., Any], made: list[Any]) -> Callable[..., Any]:
 
 
 def test_drafters_that_drift_apart_end_the_run(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = trainer.drafter.build_draft
+    original = trainer.drafter.copy_draft
 
-    def build(spec: Any, seed: int, device: torch.device) -> Any:
-        model = original(spec, seed, device)
+    def copied(initial: Any, device: torch.device) -> Any:
+        model = original(initial, device)
         if threading.current_thread().name == "draft-1":
             with torch.no_grad():
                 model.norm.weight[0] += 1e-3
         return model
 
-    monkeypatch.setattr(trainer.drafter, "build_draft", build)
+    monkeypatch.setattr(trainer.drafter, "copy_draft", copied)
     with pytest.raises(AssertionError, match="drafters are not bit-equal"):
         run(tiny_run.config(drafters=2, run={"checkpoint_every": 2}), tmp_path)
     assert not (tmp_path / "checkpoints").exists()

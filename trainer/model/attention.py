@@ -150,9 +150,9 @@ def block_mask(seen_BIJ: Tensor, full_BIJ: Tensor, mask_mod: MaskMod, num_querie
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """(number of set tiles of each row, their columns first) in int32."""
+    """(number of set tiles of each row, their columns first) in int32, contiguous: the kernels read nothing else right."""
     columns = torch.argsort(tiles.to(torch.int8), dim=-1, descending=True, stable=True)
-    return tiles.sum(dim=-1, dtype=torch.int32), columns.to(torch.int32)
+    return tiles.sum(dim=-1, dtype=torch.int32).contiguous(), columns.to(torch.int32).contiguous()
 
 
 def dense_mask(mask_mod: MaskMod, num_rows: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:

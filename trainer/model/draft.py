@@ -12,6 +12,7 @@ Used by one drafter thread each. Shape legend: `trainer.batch`; C is the width o
 Source: DFlash (arXiv 2602.06036).
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -271,6 +272,11 @@ def build_draft(spec: DraftSpec, seed: int, device: torch.device) -> DraftModel:
             else:
                 parameter.normal_(0.0, spec.initializer_range, generator=generator)
     return model.to(device)
+
+
+def copy_draft(model: DraftModel, device: torch.device) -> DraftModel:
+    """A drafter of its own on `device` with equal parameters."""
+    return copy.deepcopy(model).to(device)
 
 
 def forward_blocks(model: nn.Module, embedding_VE: Tensor, features: FeatureBatch, mask: AttentionMask) -> Tensor:
