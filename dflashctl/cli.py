@@ -195,8 +195,11 @@ def _follow(
     """Show the log until the run ends; exit 0 if it exited 0, else 1. Ctrl-C leaves the run alone."""
     from dflashctl import render, watch
 
+    def lost(error: DflashctlError) -> None:
+        ctx.out.note(f"{error}; connecting again")
+
     try:
-        state = watch.follow(session, record.run or "", ctx.out.log, offset, lines)
+        state = watch.follow(session, record.run or "", ctx.out.log, lost, offset, lines)
     except KeyboardInterrupt:
         ctx.out.note(
             f"\n{record.name} goes on; dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"

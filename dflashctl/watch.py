@@ -11,6 +11,8 @@ from dflashctl.gpus import GpuReport, judge, parse_query, query_script
 from dflashctl.runs import History, RunRecord
 from dflashctl.session import HostSession
 
+RECONNECT_S = 120.0
+_RETRY_S = 1.0
 _WAIT_S = 10.0
 _PAUSE_S = 0.3
 _GPU_QUERY_S = 45.0
@@ -40,16 +42,42 @@ def look(session: HostSession, run: str, offset: int | None, lines: int = 0, wai
 
 
 def follow(
-    session: HostSession, run: str, emit: Callable[[bytes], None], offset: int | None = None, lines: int = 10
+    session: HostSession,
+    run: str,
+    emit: Callable[[bytes], None],
+    lost: Callable[[DflashctlError], None],
+    offset: int | None = None,
+    lines: int = 10,
 ) -> dict[str, Any]:
-    """Emit the log as it grows; returns the state once the run has ended and everything it wrote was emitted."""
+    """Emit the log as it grows; returns the state once the run has ended and everything it wrote was emitted.
+
+    Looking changes nothing, so a lost link is opened again and the log goes on where it stopped; `lost` is told of each loss.
+    Raises HostError when the host stays away for longer than RECONNECT_S.
+    """
     while True:
-        chunk = look(session, run, offset, lines, _WAIT_S)
+        chunk = _look_again(session, run, offset, lines, lost)
         if chunk.is_last:
             return chunk.state
         emit(chunk.data)
         offset = chunk.offset
         time.sleep(_PAUSE_S if chunk.data else 0)  # a chatty run is read in larger pieces
+
+
+def _look_again(
+    session: HostSession, run: str, offset: int | None, lines: int, lost: Callable[[DflashctlError], None]
+) -> Chunk:
+    deadline = None
+    while True:
+        try:
+            return look(session, run, offset, lines, _WAIT_S)
+        except (HostError, RemoteTimeoutError) as error:
+            if deadline is None:
+                deadline = time.monotonic() + RECONNECT_S
+                lost(error)
+            if offset is None or time.monotonic() > deadline:  # a host that never answered is not a lost link
+                raise
+            session.reconnect()
+            time.sleep(_RETRY_S)
 
 
 def status(session: HostSession, record: RunRecord) -> dict[str, Any]:

@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tiny import TinyRun
 
 DFLASHCTL = Path(sys.executable).with_name("dflashctl")
 
@@ -131,6 +134,14 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     for folder in (made.root / "runs").glob("*"):
         for pid in made.marked(folder.name):
             os.kill(pid, 9)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> "TinyRun":
+    """A random target, its tokenizer and shards, in a folder that tests only read."""
+    import tiny
+
+    return tiny.make(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

@@ -131,6 +131,8 @@ def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tu
     if not all(text.startswith(prompt) for prompt in prompts):
         raise Dropped("the chat template renders its turns differently inside the whole conversation")
     bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
+    if not all(bodies):
+        raise Dropped("an answer is nothing but thoughts")
     ending = _ENDING.match(text[len(prompts[-1]) :].rpartition(bodies[-1])[2])
     assert ending is not None
     limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]

@@ -118,6 +118,8 @@ def test_thoughts_that_a_template_leaves_out_are_no_obstacle(make_target: Callab
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(THINKING))
     chat = [CHAT[0], {"role": "assistant", "content": "<think>\na greeting\n</think>\n\nhi"}, *CHAT[2:]]
     assert "assistant\n⟦hi<|im_end|>⟧\n" in marked(tokenizer, *prepare.encode(tokenizer, chat))
+    with pytest.raises(prepare.Dropped, match="nothing but thoughts"):
+        prepare.encode(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>"}])
 
 
 @pytest.mark.parametrize(
