@@ -55,7 +55,20 @@ class Launched:
 
     def document(self) -> dict[str, Any]:
         """For --json."""
-        names = ("run", "tag", "host", "pid", "log", "run_dir", "state", "exit_code", "release", "warning", "watched_s")
+        names = (
+            "run",
+            "tag",
+            "host",
+            "pid",
+            "log",
+            "run_dir",
+            "state",
+            "exit_code",
+            "release",
+            "warning",
+            "cleared_cache",
+            "watched_s",
+        )
         return {name: getattr(self, name) for name in names} | {"gpus": _named(self.gpus)}
 
 

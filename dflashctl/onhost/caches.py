@@ -7,11 +7,9 @@ cache of its own unless it asks for the warm one, and nothing is emptied while a
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 from dflashctl.onhost.entry import Fault
@@ -20,6 +18,7 @@ from dflashctl.onhost.processes import all_processes, recorded_process
 
 _PREFIX = "torchinductor_"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_BORN = ".born"
 
 
 def warm_cache(layout: Layout, release: str, torch: str, gpu_model: str) -> Path:
@@ -28,19 +27,21 @@ def warm_cache(layout: Layout, release: str, torch: str, gpu_model: str) -> Path
     cache = layout.caches / key
     users = [folder for folder in layout.all_runs() if folder.record().get("cache") == str(cache)]
     dead = [folder for folder in users if recorded_process(folder.pid) is None]
-    suspects = [folder for folder in dead if _born(cache) <= _born(folder.path) and not _gate_opened(folder)]
+    suspects = [f for f in dead if _born(cache) <= f.record_path.stat().st_mtime and not _gate_opened(f)]
     if suspects and len(dead) == len(users):
-        shutil.rmtree(cache)
-    cache.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(cache, ignore_errors=True)
+    if not cache.exists():
+        cache.mkdir(parents=True)
+        (cache / _BORN).touch()
     return cache
 
 
-def _born(path: Path) -> float:
-    """When a folder was made, by a marker in it whose time nothing changes; a run's is its record."""
-    marker = path / "run.json" if (path / "run.json").exists() else path / ".born"
-    if not marker.exists() and path.is_dir():
-        marker.touch()
-    return marker.stat().st_mtime if marker.exists() else 0.0
+def _born(cache: Path) -> float:
+    """When a warm cache was made, by a file in it that nobody writes again; 0 where there is none."""
+    try:
+        return (cache / _BORN).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _gate_opened(folder: RunFolder) -> bool:
@@ -75,7 +76,8 @@ def _default_cache(environment: dict[str, str]) -> Path:
     if explicit:
         return Path(explicit)
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    return Path(environment.get("TMPDIR") or tempfile.gettempdir()) / f"{_PREFIX}{user}"
+    folder = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
+    return Path(folder) / f"{_PREFIX}{user}"
 
 
 def _living_users(cache: Path) -> list[str]:
@@ -97,12 +99,3 @@ def _lives_in(pid: int, cache: Path) -> bool:
         return True
     own = dict(pair.decode(errors="replace").partition("=")[::2] for pair in pairs if b"=" in pair)
     return "libtorch" in maps and _default_cache(own) == cache
-
-
-def describe_torch(report: str | None) -> str:
-    """The torch version that the package check printed, or `unknown`."""
-    try:
-        version = json.loads(report or "{}").get("torch")
-    except ValueError:
-        return "unknown"
-    return version or "unknown"

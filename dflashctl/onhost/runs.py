@@ -69,13 +69,13 @@ def _check_packages(python: str, env: dict[str, str]) -> str:
     found = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, cwd="/")
     if found.returncode != 0:
         raise Fault("environment", f"{python} cannot look up its packages: {(found.stderr.strip() or '?').splitlines()[-1]}")
-    missing = json.loads(found.stdout)["missing"]
-    if missing:
-        names = ", ".join(missing)
+    answer = json.loads(found.stdout)
+    if answer["missing"]:
+        names = ", ".join(answer["missing"])
         packages = "'torch>=2.11' 'transformers>=5.15,<5.20' safetensors numpy"
         hint = f"install them for that interpreter: {python} -m pip install {packages}"
-        raise Fault("environment", f"no {names} at {python}", hint, missing=missing)
-    return caches.describe_torch(found.stdout)
+        raise Fault("environment", f"no {names} at {python}", hint, missing=answer["missing"])
+    return answer["torch"] or "unknown"
 
 
 def _prepare(layout: Layout, args: dict[str, Any], torch: str) -> RunFolder:
