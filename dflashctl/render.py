@@ -10,15 +10,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from dflashctl.bundle import Deployment
 from dflashctl.errors import DflashctlError
-from dflashctl.launch import Launched
+
+if TYPE_CHECKING:
+    from dflashctl.bundle import Deployment
+    from dflashctl.launch import Launched
 
 _COLOURS = {
     "idle": "green",
@@ -69,6 +67,10 @@ class Renderer:
             for row in texts:
                 self.line("\t".join(text.replace("\t", " ").replace("\n", " ") for text in row))
             return
+        from rich.console import Console  # a tenth of a second that only terminals need
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(*columns, box=None, pad_edge=False)
         for row in texts:
             table.add_row(*(Text(text, style=_COLOURS.get(text, "")) for text in row))
@@ -89,7 +91,7 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
-def deployment(out: Renderer, done: Deployment) -> None:
+def deployment(out: Renderer, done: "Deployment") -> None:
     """What a deploy did, for people."""
     if done.uploaded_bytes == 0 and not done.changed:
         out.line(f"{done.host}: nothing to do, release {done.release} is active and intact ({done.files} files)")
@@ -104,7 +106,7 @@ def deployment(out: Renderer, done: Deployment) -> None:
         out.line(f"  {path}")
 
 
-def launched(out: Renderer, done: Launched) -> None:
+def launched(out: Renderer, done: "Launched") -> None:
     """A run that is under way, and what to type next."""
     if done.warning:
         out.note(f"warning: {done.warning}")
