@@ -10,9 +10,9 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from dflashctl.errors import DflashctlError
+from dflashctl.errors import DflashctlError, EnvironmentFault, StdoutClosed
 
 if TYPE_CHECKING:
     from dflashctl.bundle import Deployment
@@ -37,28 +37,28 @@ class Renderer:
     def __init__(self, as_json: bool) -> None:
         """Decide once where log bytes go and whether stdout is a terminal."""
         self.as_json = as_json
-        self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.is_terminal = bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def note(self, text: str) -> None:
         """Progress, a warning or a hint, on stderr."""
-        sys.stderr.write(printable(text) + "\n")
-        sys.stderr.flush()
+        if sys.stderr:
+            sys.stderr.write(printable(text) + "\n")
+            sys.stderr.flush()
 
     def document(self, content: dict[str, Any]) -> None:
         """The one JSON document."""
-        sys.stdout.write(json.dumps({"schema": 1} | content, indent=1) + "\n")
+        _write(sys.stdout, json.dumps({"schema": 1} | content, indent=1) + "\n")
 
     def line(self, text: str) -> None:
         """One line of the answer."""
-        sys.stdout.write(printable(text) + "\n")
+        _write(sys.stdout, printable(text) + "\n")
 
     def log(self, data: bytes) -> None:
         """Log bytes as they come; a character split between two chunks is put together, control sequences are left out."""
         stream = sys.stderr if self.as_json else sys.stdout
         text = self._decoder.decode(data)
-        stream.write(_CONTROL.sub("", text) if stream.isatty() else text)
-        stream.flush()
+        _write(stream, _CONTROL.sub("", text) if stream and stream.isatty() else text)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Rows of values; None reads `-`, and a state has its colour on a terminal."""
@@ -84,6 +84,19 @@ class Renderer:
         self.note(f"error: {error}")
         if error.hint:
             self.note(f"hint: {error.hint}")
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Write at once; raises StdoutClosed where nobody reads any more, EnvironmentFault where it cannot be written."""
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise StdoutClosed from None
+    except OSError as error:
+        raise EnvironmentFault(f"the output cannot be written: {error.strerror}") from None
 
 
 def printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -114,7 +115,7 @@ class Bench:
 
     def marked(self, run: str) -> list[int]:
         """Living processes that carry the run's mark."""
-        launch_id = json.loads((self.run_folder(run) / "run.json").read_text())["launch_id"]
+        (launch_id,) = re.findall(r"DFLASHCTL_LAUNCH_ID=(\w+)", (self.run_folder(run) / "run.sh").read_text())
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -131,7 +132,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path)
     yield made
-    for folder in (made.root / "runs").glob("*"):
+    for folder in (made.root / "runs").glob("*-*/"):
         for pid in made.marked(folder.name):
             os.kill(pid, 9)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from dflashctl.onhost.entry import Fault
 from dflashctl.onhost.layout import Layout, RunFolder
-from dflashctl.onhost.processes import all_processes, recorded_process
+from dflashctl.onhost.processes import all_processes
+from dflashctl.onhost.states import LIVING, state_of
 
 _PREFIX = "torchinductor_"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -26,7 +27,7 @@ def warm_cache(layout: Layout, release: str, torch: str, gpu_model: str) -> Path
     key = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{release}-{torch}-{gpu_model}")
     cache = layout.caches / key
     users = [folder for folder in layout.all_runs() if folder.record().get("cache") == str(cache)]
-    dead = [folder for folder in users if recorded_process(folder.pid) is None]
+    dead = [folder for folder in users if state_of(folder)["state"] not in LIVING]
     suspects = [f for f in dead if _born(cache) <= f.record_path.stat().st_mtime and not _gate_opened(f)]
     if suspects and len(dead) == len(users):
         shutil.rmtree(cache, ignore_errors=True)
@@ -58,8 +59,10 @@ def clear_default_cache(environment: dict[str, str]) -> Path:
     Raises Fault when it is a symlink, is not recognisably such a cache, or a living process may be using it.
     """
     cache = _default_cache(environment)
-    if cache.is_symlink():
-        raise Fault("environment", f"{cache} is a symlink; its target is left alone", "remove the link by hand")
+    if not cache.is_absolute() or cache.resolve() != cache:
+        raise Fault(
+            "environment", f"{cache} is reached through a symlink or is not absolute; it is left alone", "clear it by hand"
+        )
     if not cache.name.startswith(_PREFIX):
         raise Fault("environment", f"{cache} is not named {_PREFIX}*; it is left alone", "clear it by hand")
     users = _living_users(cache)
