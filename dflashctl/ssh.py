@@ -7,6 +7,7 @@ are drained together (its 2 MiB window would stop the other side), and no wait i
 """
 
 import contextlib
+import logging
 import shlex
 import shutil
 import socket
@@ -30,6 +31,8 @@ OPENING_S = 15.0
 _SILENCE_S = 5.0
 _DEAD_S = 15.0
 _CHUNK = 1 << 16
+# paramiko's thread logs a traceback for what it also raises; the sentence made of that is enough
+logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
