@@ -406,6 +406,8 @@ def _run(args: list[str]) -> int:
             raise
         sentence = f"{type(error).__name__}: {error}"
         return _failed(as_json, DflashctlError(sentence, hint="a fault of dflashctl; DFLASHCTL_DEBUG=1 shows where"))
+    if code == ExitCode.INTERRUPTED:  # typer has turned Ctrl-C into its code
+        return _failed(as_json, InterruptedByUser("interrupted"))
     return int(code or 0)
 
 

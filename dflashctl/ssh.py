@@ -8,6 +8,7 @@ are drained together (its 2 MiB window would stop the other side), and no wait i
 
 import contextlib
 import logging
+import queue
 import shlex
 import shutil
 import socket
@@ -131,7 +132,36 @@ class SshRemote:
         return self._destination.user
 
     def exchange(self, argv: Sequence[str], stdin: bytes, opening: bytes, timeout_s: float) -> Completed:
-        """Run `argv` through the login shell there; see Remote."""
+        """Run `argv` through the login shell there; see Remote.
+
+        It happens in a thread: Ctrl-C in the middle of paramiko would leave its locks held, and closing would wait for them.
+        """
+        outcome: queue.SimpleQueue[Completed | BaseException] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put(self._exchange(argv, stdin, opening, timeout_s))
+            except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+                outcome.put(error)
+
+        threading.Thread(target=run, name="ssh-exchange", daemon=True).start()
+        try:
+            done = outcome.get()
+        except KeyboardInterrupt:
+            self._abandon()
+            raise
+        if isinstance(done, BaseException):
+            raise done
+        return done
+
+    def _abandon(self) -> None:
+        """Pull the plug: only the first connection has a socket of this machine, and all others go through it."""
+        for connection in self._connections[:1]:
+            if connection.transport:
+                connection.transport.sock.close()
+        self._connections.clear()
+
+    def _exchange(self, argv: Sequence[str], stdin: bytes, opening: bytes, timeout_s: float) -> Completed:
         transport = self._transport()
         try:
             channel = transport.open_session(timeout=CONNECT_S)

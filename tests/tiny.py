@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from trainer.dataset import ShardWriter
+from trainer.model.target import tokenizer_digest
 
 VOCABULARY = 64
 
@@ -19,7 +20,7 @@ class TinyRun:
     """A random target with a tokenizer, shards of documents that count up, and configurations that train on them in a blink."""
 
     root: Path
-    tokenizer_size: int
+    tokenizer_digest: str
 
     def config(self, *, drafters: int = 1, targets: int = 1, **sections: dict[str, object]) -> dict[str, dict[str, object]]:
         base: dict[str, dict[str, object]] = {
@@ -40,7 +41,7 @@ class TinyRun:
         with ShardWriter(folder) as writer:
             for tokens in documents:
                 writer.append("train", np.array(tokens, dtype=np.uint32), np.arange(len(tokens)) >= 2)
-            writer.finish(vocab_size=self.tokenizer_size, about={})
+            writer.finish(tokenizer_digest=self.tokenizer_digest, about={})
 
 
 def make(root: Path) -> TinyRun:
@@ -65,7 +66,7 @@ def make(root: Path) -> TinyRun:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(config).save_pretrained(root / "target")
-    run = TinyRun(root, len(tokenizer))
+    run = TinyRun(root, tokenizer_digest(tokenizer))
     rng = np.random.default_rng(0)
     spans = [(rng.integers(58), rng.integers(5, 20)) for _ in range(40)]
     run.write_shards("data", [[2 + (first + i) % 58 for i in range(length)] for first, length in spans])

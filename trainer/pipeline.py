@@ -5,6 +5,7 @@ is answered at once. The first `Died` in the mailbox is the cause of the end; er
 and are not looked at.
 """
 
+import contextlib
 import functools
 import math
 import queue
@@ -24,7 +25,7 @@ from trainer.errors import ConfigError, TrainerError, WorkerError
 from trainer.events import EventLog
 from trainer.gate import StartupGate
 from trainer.model.draft import DraftSpec, resolve_draft
-from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id
+from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id, tokenizer_digest
 from trainer.packing import batches
 from trainer.report import Reporter
 from trainer.workers import (
@@ -61,6 +62,7 @@ def train(config: TrainConfig, folder: Path, event_log: EventLog, mailbox: Mailb
     reporter, crew = Reporter(config, event_log), _Crew(mailbox or queue.SimpleQueue())
     reporter.started()
     try:
+        _check_devices(config)
         loaded = crew.load(lambda: _load(config))
         reporter.loaded(loaded.spec, loaded.shards)
         wiring = _wire(config, crew)
@@ -70,8 +72,11 @@ def train(config: TrainConfig, folder: Path, event_log: EventLog, mailbox: Mailb
         reporter.finished()
     except BaseException as error:
         worker, step = crew.place_of(error)
-        reporter.failed(_sentence(error), worker, step)
-        crew.abort(error)
+        try:
+            with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
+                reporter.failed(_sentence(error), worker, step)
+        finally:
+            crew.abort(error)
         raise
 
 
@@ -79,6 +84,15 @@ def _refuse_graphs(config: TrainConfig) -> None:
     if config.pipeline.graphs != "none":
         raise ConfigError(
             f"pipeline.graphs must be none, got {config.pipeline.graphs}: this build trains on GPUs without CUDA graphs"
+        )
+
+
+def _check_devices(config: TrainConfig) -> None:
+    available = torch.cuda.device_count()
+    if config.num_gpus > available:
+        raise ConfigError(
+            f"pipeline: target_devices and drafter_devices need {config.num_gpus} GPUs, for they name "
+            f"cuda:{config.num_gpus - 1}; torch sees {available} here"
         )
 
 
@@ -107,7 +121,7 @@ def _load(config: TrainConfig) -> _Loaded:
         shards,
         row_tokens=config.batch.row_tokens,
         vocab_size=target.info.vocab_size,
-        tokenizer_size=len(tokenizer),
+        tokenizer_digest=tokenizer_digest(tokenizer),
         mask_token_id=spec.mask_token_id,
     )
     ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}
