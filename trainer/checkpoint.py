@@ -16,16 +16,41 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from trainer.errors import CheckpointError
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
 
 
-def save_checkpoint(folder: Path, step: int, model: DraftModel, info: TargetInfo) -> Path:
+class Staging:
+    """Memory that checkpoints pass through, allocated once: nothing is allocated on a GPU while a run is on."""
+
+    def __init__(self, model: DraftModel) -> None:
+        """Host memory for the whole model in bf16, on a GPU page-locked, and device memory for its largest tensor."""
+        self._model = model
+        self.spec = model.spec
+        parameters = dict(model.named_parameters())
+        device = model.norm.weight.device
+        self._cast = torch.empty(max(p.numel() for p in parameters.values()), dtype=torch.bfloat16, device=device)
+        self._host = {
+            name: torch.empty(p.shape, dtype=torch.bfloat16, pin_memory=device.type == "cuda") for name, p in parameters.items()
+        }
+
+    @torch.no_grad()
+    def fetch(self) -> dict[str, Tensor]:
+        """The parameters as they are now; valid until the next call. Waits for the current stream."""
+        for name, parameter in self._model.named_parameters():
+            cast = self._cast[: parameter.numel()].view(parameter.shape)
+            self._host[name].copy_(cast.copy_(parameter), non_blocking=True)
+        if self._cast.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return self._host
+
+
+def save_checkpoint(folder: Path, step: int, staging: Staging, info: TargetInfo) -> Path:
     """Write `folder/step-<step>` and point `folder/latest` at it; returns it.
 
-    Copies the parameters to host memory as bf16, so it waits for the device. Raises CheckpointError; a failed write
-    leaves nothing new behind.
+    Raises CheckpointError; a failed write leaves nothing new behind.
     """
     final = folder / f"step-{step}"
     partial = folder / f".{final.name}.partial"
@@ -33,7 +58,7 @@ def save_checkpoint(folder: Path, step: int, model: DraftModel, info: TargetInfo
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _write_files(partial, model, info)
+        _write_files(partial, staging.fetch(), staging.spec, info)
         partial.rename(final)
         _point_latest(folder, final.name)
     except (OSError, SafetensorError) as error:
@@ -85,10 +110,9 @@ def checkpoint_config(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:
     }
 
 
-def _write_files(folder: Path, model: DraftModel, info: TargetInfo) -> None:
-    config = json.dumps(checkpoint_config(model.spec, info), indent=2) + "\n"
+def _write_files(folder: Path, tensors: dict[str, Tensor], spec: DraftSpec, info: TargetInfo) -> None:
+    config = json.dumps(checkpoint_config(spec, info), indent=2) + "\n"
     (folder / "config.json").write_text(config, encoding="utf-8")
-    tensors = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for path in (folder / "config.json", folder / "model.safetensors", folder):
         _flush(path)

@@ -1,4 +1,4 @@
-"""The startup gate: workers prepare one at a time, none begins before all are ready, one that fails takes the others with it.
+"""The startup gate: workers prepare one by one in a fixed order, none goes on before all are there, one that fails stops all.
 
 A module of its own because compiling and capturing need it: two threads that compile at once break each other, and nothing else
 may touch a GPU while a worker captures there.
@@ -17,28 +17,31 @@ class StartupGate:
     """Opens once, when every party has arrived."""
 
     def __init__(self, parties: Collection[str], on_open: Callable[[], None]) -> None:
-        """A shut gate; `on_open` runs once, in the last party's thread, before anybody passes."""
+        """A shut gate; turns go in the order of `parties`, those that take none come last.
+
+        `on_open` runs once, in the last party's thread, before anybody passes.
+        """
         self._missing = set(parties)
-        self._preparing: str | None = None
+        self._turns = list(parties)
         self._on_open = on_open
         self._changed = threading.Condition()
         self._cause: BaseException | None = None
 
     @contextlib.contextmanager
     def turn(self, party: str, *, timeout_s: float) -> Iterator[None]:
-        """Prepare inside, alone; raises GateBrokenError, or TimeoutError that names who is still at it."""
+        """Prepare inside, alone; raises GateBrokenError, or TimeoutError that names who is still at it.
+
+        Whoever raises inside keeps the turn: nobody else prepares until the gate is aborted.
+        """
         with self._changed:
-            in_time = self._changed.wait_for(lambda: self._preparing is None or self._cause is not None, timeout_s)
+            in_time = self._changed.wait_for(lambda: self._turns[0] == party or self._cause is not None, timeout_s)
             self._raise_if_broken()
             if not in_time:
-                raise TimeoutError(f"startup gate: {self._preparing} has been preparing for {timeout_s:g} s")
-            self._preparing = party
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._preparing = None
-                self._changed.notify_all()
+                raise TimeoutError(f"startup gate: {self._turns[0]} has been preparing for {timeout_s:g} s")
+        yield
+        with self._changed:
+            self._turns.remove(party)
+            self._changed.notify_all()
 
     def pass_through(self, party: str, *, timeout_s: float) -> None:
         """Arrive, wait for the others, go on; raises GateBrokenError, or TimeoutError that names who is missing."""

@@ -1,7 +1,8 @@
 """The drafter's optimizer: AdamW over fp32 parameters and one flat gradient, warm-up and cosine, never a step with NaN.
 
 All gradients are views of one buffer, so drafters sum theirs, and the norm is taken, in one call each, at addresses
-that never change. Nothing here synchronises but `check`. Each optimizer belongs to one drafter thread.
+that never change. What changes from step to step is a tensor too, set by `begin`, so that `apply` can be captured. Nothing
+here synchronises but `check`. Each optimizer belongs to one drafter thread.
 """
 
 import math
@@ -37,7 +38,9 @@ class DraftOptimizer:
         self._config = config
         self.flat_grad = _flat_gradient(parameters)
         self._lr = torch.tensor(0.0, dtype=torch.float32, device=device)
+        self._step = torch.tensor(0, device=device)
         self._bad_step = torch.tensor(_FINE, device=device)
+        self._held = torch.tensor(False, device=device)
         optim = config.optim
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
@@ -49,9 +52,28 @@ class DraftOptimizer:
         """Set the gradient to zero, in place."""
         self.flat_grad.zero_()
 
-    @torch.no_grad()
+    def hold(self, held: bool) -> None:
+        """While held, `apply` does all its work and changes nothing: for warm-up, capture and dry runs."""
+        self._held.fill_(held)
+
+    def capturable(self) -> None:
+        """From now on `apply` may be captured; it has been called before."""
+        for group in self._adamw.param_groups:
+            group["capturable"] = True  # not from the start: torch warns of capturable steps that are not captured
+
+    def begin(self, step: int) -> None:
+        """Set what `apply` needs for 0-based `step`."""
+        self._lr.fill_(learning_rate(self._config, step))
+        self._step.fill_(step)
+
     def step(self, step: int, loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
-        """Apply 0-based `step`: `flat_grad`, `loss_sum` and `weight_sum` are sums over all drafters.
+        """`begin` and `apply`."""
+        self.begin(step)
+        return self.apply(loss_sum, weight_sum)
+
+    @torch.no_grad()
+    def apply(self, loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
+        """Apply the step that has begun: `flat_grad`, `loss_sum` and `weight_sum` are sums over all drafters.
 
         Returns the norm of the gradient of loss_sum / weight_sum, before clipping. From the first step whose loss or
         gradient is not finite on, that one included, nothing is applied; `check` raises then. Without any weight the
@@ -61,10 +83,9 @@ class DraftOptimizer:
         grad_norm = torch.linalg.vector_norm(self.flat_grad) * share
         self.flat_grad.mul_(share * (self._config.optim.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0))
         finite = torch.isfinite(loss_sum) & torch.isfinite(grad_norm)
-        self._bad_step.copy_(torch.where((self._bad_step == _FINE) & ~finite, step, self._bad_step))
-        self._lr.fill_(learning_rate(self._config, step))
+        self._bad_step.copy_(torch.where((self._bad_step == _FINE) & ~finite, self._step, self._bad_step))
         # The fused kernel reads this attribute, as GradScaler sets it, and then leaves everything as it was.
-        self._adamw.found_inf = (self._bad_step != _FINE).float()  # type: ignore[attr-defined]
+        self._adamw.found_inf = ((self._bad_step != _FINE) | self._held).float()  # type: ignore[attr-defined]
         self._adamw.step()
         return grad_norm
 

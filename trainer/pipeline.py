@@ -7,8 +7,8 @@ and are not looked at.
 
 import contextlib
 import functools
-import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,21 +17,18 @@ from pathlib import Path
 
 import torch
 
-from trainer.averaging import DrafterSum
-from trainer.channel import Channel
 from trainer.config import TrainConfig
 from trainer.dataset import Shards, check_fits, open_shards
+from trainer.drafter import Drafter, DraftParts
 from trainer.errors import ConfigError, TrainerError, WorkerError
 from trainer.events import EventLog
-from trainer.gate import StartupGate
-from trainer.model.draft import DraftSpec, resolve_draft
+from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, build_draft, resolve_draft
 from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id, tokenizer_digest
 from trainer.packing import batches
 from trainer.report import Reporter
-from trainer.workers import (
+from trainer.wiring import (
     STALL_S,
     Died,
-    DraftParts,
     Ended,
     GateOpened,
     Mailbox,
@@ -40,35 +37,66 @@ from trainer.workers import (
     StepReport,
     Wiring,
     Worker,
-    batch_prefetcher,
-    drafter_train_loop,
     run_worker,
-    target_forward_loop,
+    wire,
 )
+from trainer.workers import batch_prefetcher, drafter_train_loop, target_forward_loop
 
 JOIN_S = 5.0
 """How long a failing run waits for its workers."""
 LOAD_S = 12 * 3600.0
 """How long loading may take; a hub id may have to be downloaded."""
+SWITCH_INTERVAL_S = 5e-4
+"""How long a thread may keep the interpreter while others want it; torch's launches need it often and briefly."""
 
 
-def train(config: TrainConfig, folder: Path, event_log: EventLog, mailbox: Mailbox | None = None) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What a run needs in memory before its workers start."""
+
+    shards: Shards
+    targets: dict[str, TargetModel]
+    """By device; loops of one device share it, for they only read."""
+    initial: DraftModel
+    """What every drafter starts as, in host memory."""
+    ends: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    """Embedding and head by drafter device."""
+
+    @property
+    def spec(self) -> DraftSpec:
+        """The drafter's shape."""
+        return self.initial.spec
+
+    @property
+    def info(self) -> TargetInfo:
+        """The target's shape."""
+        return next(iter(self.targets.values())).info
+
+
+def train(
+    config: TrainConfig,
+    folder: Path,
+    event_log: EventLog,
+    mailbox: Mailbox | None = None,
+    load: Callable[[TrainConfig], Loaded] | None = None,
+) -> None:
     """Train as `config` says and write checkpoints below `folder`; the events end with `finished` or `failed`.
 
     Raises the first cause of a failure. Then workers that hang may still be alive: the caller has to end the process. An
-    exception that anybody puts into `mailbox` stops the run and is raised.
+    exception that anybody puts into `mailbox` stops the run and is raised. `load` replaces the reading of target and data.
     """
-    _refuse_graphs(config)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     reporter, crew = Reporter(config, event_log), _Crew(mailbox or queue.SimpleQueue())
     reporter.started()
     try:
         _check_devices(config)
-        loaded = crew.load(lambda: _load(config))
+        loaded = crew.load(functools.partial(load or load_all, config))
         reporter.loaded(loaded.spec, loaded.shards)
-        wiring = _wire(config, crew)
+        wiring = wire(config, on_open=lambda: _open(crew, reporter, wiring, loaded))
+        crew.on_abort = wiring.abort
         _start(crew, wiring, loaded, folder / "checkpoints")
         for message in crew.messages(STALL_S):
-            _report(reporter, wiring, message)
+            _report(reporter, message)
         reporter.finished()
     except BaseException as error:
         worker, step = crew.place_of(error)
@@ -78,13 +106,18 @@ def train(config: TrainConfig, folder: Path, event_log: EventLog, mailbox: Mailb
         finally:
             crew.abort(error)
         raise
+    finally:
+        if config.uses_cuda:
+            torch.compiler.set_stance("default")
+        reporter.close()
 
 
-def _refuse_graphs(config: TrainConfig) -> None:
-    if config.pipeline.graphs != "none":
-        raise ConfigError(
-            f"pipeline.graphs must be none, got {config.pipeline.graphs}: this build trains on GPUs without CUDA graphs"
-        )
+def _open(crew: "_Crew", reporter: Reporter, wiring: Wiring, loaded: Loaded) -> None:
+    """Runs in the last worker's thread before anybody passes: counters start, and from here on compiling is a fault."""
+    if wiring.config.uses_cuda and wiring.config.pipeline.graphs != "lazy":
+        torch.compiler.set_stance("fail_on_recompile")
+    reporter.opening(wiring, loaded.spec, loaded.info)
+    crew.mailbox.put(GateOpened())
 
 
 def _check_devices(config: TrainConfig) -> None:
@@ -96,18 +129,8 @@ def _check_devices(config: TrainConfig) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Loaded:
-    shards: Shards
-    targets: dict[str, TargetModel]
-    """By device; loops of one device share it, for they only read."""
-    spec: DraftSpec
-    ends: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """Embedding and head by drafter device."""
-
-
-def _load(config: TrainConfig) -> _Loaded:
-    """Data first, for it is quick to refuse; raises TrainerError."""
+def load_all(config: TrainConfig) -> Loaded:
+    """Target and data as `config` names them; data first, for it is quick to refuse; raises TrainerError."""
     root = Path(config.run.root)
     shards = open_shards(root / config.data.path, "train")
     tokenizer = load_tokenizer(config.target, root)
@@ -125,44 +148,39 @@ def _load(config: TrainConfig) -> _Loaded:
         mask_token_id=spec.mask_token_id,
     )
     ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}
-    return _Loaded(shards=shards, targets=targets, spec=spec, ends=ends)
+    initial = build_draft(spec, config.run.seed, torch.device("cpu"))
+    return Loaded(shards=shards, targets=targets, initial=initial, ends=ends)
 
 
-def _wire(config: TrainConfig, crew: "_Crew") -> Wiring:
-    num_targets, num_drafters = len(config.pipeline.target_devices), len(config.pipeline.drafter_devices)
-    capacity = config.pipeline.channel_capacity
-    pairs = [(i % num_targets, i % num_drafters) for i in range(math.lcm(num_targets, num_drafters))]
-    names = ["prefetch-0", *(f"target-{i}" for i in range(num_targets)), *(f"draft-{i}" for i in range(num_drafters))]
-    wiring = Wiring(
-        config=config,
-        gate=StartupGate(names, on_open=lambda: crew.mailbox.put(GateOpened())),
-        batches=[Channel(f"batches-{t}", capacity) for t in range(num_targets)],
-        features={(t, d): Channel(f"features-{t}-{d}", capacity) for t, d in pairs},
-        drafter_sum=DrafterSum(num_drafters, timeout_s=STALL_S),
-        cpu_threads=max(1, torch.get_num_threads() // (num_targets + num_drafters)),
-    )
-    crew.on_abort = wiring.abort
-    return wiring
-
-
-def _start(crew: "_Crew", wiring: Wiring, loaded: _Loaded, checkpoints: Path) -> None:
+def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> None:
     pipeline = wiring.config.pipeline
     source = batches(loaded.shards, wiring.config)
     crew.start("prefetch-0", functools.partial(batch_prefetcher, wiring=wiring, source=source))
     for rank, device in enumerate(pipeline.target_devices):
         loop = functools.partial(target_forward_loop, wiring=wiring, rank=rank, target=loaded.targets[device])
         crew.start(f"target-{rank}", loop)
-    info = next(iter(loaded.targets.values())).info
     for rank, device in enumerate(pipeline.drafter_devices):
         embedding, head = loaded.ends[device]
-        parts = DraftParts(spec=loaded.spec, info=info, embedding=embedding, head=head, checkpoints=checkpoints)
-        crew.start(f"draft-{rank}", functools.partial(drafter_train_loop, wiring=wiring, rank=rank, parts=parts))
+        parts = DraftParts(initial=loaded.initial, info=loaded.info, embedding=embedding, head=head, checkpoints=checkpoints)
+        make: Callable[[], Drafter] = functools.partial(Drafter, wiring, rank, parts)
+        if pipeline.graphs == "mainwarm":
+            make = _made_here(make)
+        crew.start(f"draft-{rank}", functools.partial(drafter_train_loop, wiring=wiring, rank=rank, make=make))
 
 
-def _report(reporter: Reporter, wiring: Wiring, message: Message) -> None:
+def _made_here(make: Callable[[], Drafter]) -> Callable[[], Drafter]:
+    """`mainwarm`, unsound: the main thread compiles and warms up, the worker that is given the drafter only replays.
+
+    Reduce-overhead mode then keeps the graphs of all drafters of a device in one tree, which takes them for one model.
+    """
+    drafter = make()
+    return drafter.moved_to_this_thread
+
+
+def _report(reporter: Reporter, message: Message) -> None:
     match message:
         case GateOpened():
-            reporter.gate_open(wiring)
+            reporter.gate_open()
         case StepReport():
             reporter.step_report(message)
         case Saved():
@@ -188,9 +206,9 @@ class _Crew:
         thread = self._threads[name] = threading.Thread(target=run_worker, args=(worker, body), name=name, daemon=True)
         thread.start()
 
-    def load(self, load: Callable[[], _Loaded]) -> _Loaded:
+    def load(self, load: Callable[[], Loaded]) -> Loaded:
         """What `load` returns, made in a thread of its own."""
-        loaded: list[_Loaded] = []
+        loaded: list[Loaded] = []
         self.start("load", lambda _worker: loaded.append(load()))
         for message in self.messages(LOAD_S):
             raise AssertionError(f"nobody else works yet, got {message}")

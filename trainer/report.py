@@ -1,6 +1,6 @@
 """How a run tells what it does: the one place that writes events.jsonl and the log's lines for people.
 
-Only the supervisor's thread calls it. Rates and wait fractions are of the time since the last line.
+Only the supervisor's thread calls it, but for `opening`. Rates and wait fractions are of the time since the last line.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import logging
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -18,11 +19,21 @@ from trainer.config import TrainConfig
 from trainer.dataset import Shards
 from trainer.events import EventLog
 from trainer.metrics import Totals
-from trainer.model.draft import DraftModel, DraftSpec
-from trainer.workers import Saved, StepReport, Wiring
+from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
+from trainer.proof import Proof, waits
+from trainer.wiring import Saved, StepReport, Wiring
 
 log = logging.getLogger("trainer")
 _SHOWN_POSITIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """How much has been done since the gate opened."""
+
+    steps: int = 0
+    context_tokens: int = 0
+    draft_tokens: float = 0.0
 
 
 class Reporter:
@@ -36,10 +47,12 @@ class Reporter:
         self._wiring: Wiring | None = None
         self._since = self._begin
         self._waits: Mapping[str, Mapping[str, float]] = {}
+        self._proof: Proof | None = None
+        self._marked = _Counts()
+        self._lines = 0
         self._open_step: list[StepReport] = []
         self._loaded: dict[str, object] = {}
-        self._context_tokens = 0
-        self._done = 0
+        self._counts = _Counts()
         self._loss: float | None = None
 
     def started(self) -> None:
@@ -76,9 +89,13 @@ class Reporter:
         )
         log.info("data: %d documents, %d tokens", len(shards), len(shards.tokens))
 
-    def gate_open(self, wiring: Wiring) -> None:
-        """Every worker is ready; rates count from now."""
-        self._wiring, self._since = wiring, time.monotonic()
+    def opening(self, wiring: Wiring, spec: DraftSpec, info: TargetInfo) -> None:
+        """Every worker is ready and none has gone on; what counts from the gate counts from now. Any thread may call it."""
+        self._wiring, self._since, self._waits = wiring, time.monotonic(), waits(wiring)
+        self._proof = Proof(self._config, wiring, spec, info)
+
+    def gate_open(self) -> None:
+        """The gate is open."""
         self._events.write(events.GATE_OPEN, **self._loaded)
         pipeline = self._config.pipeline
         log.info(
@@ -101,12 +118,14 @@ class Reporter:
             totals += other.totals
         context_tokens = sum(report.context_tokens for report in reports)
         seconds = time.monotonic() - self._since
-        self._done, self._loss = reports[0].step, totals.loss
-        self._context_tokens += context_tokens
+        self._loss = totals.loss
+        self._counts = _Counts(
+            reports[0].step, self._counts.context_tokens + context_tokens, self._counts.draft_tokens + sum(totals.counted)
+        )
         rate = context_tokens / seconds
         self._events.write(
             events.STEP,
-            step=self._done,
+            step=self._counts.steps,
             loss=totals.loss,
             accuracy=totals.accuracy,
             acceptance_length=totals.acceptance_length,
@@ -116,15 +135,35 @@ class Reporter:
             draft_tokens_per_s=sum(totals.counted) / seconds,
             **self._flow(seconds),
         )
-        log.info(step_line(self._done, self._config.run.steps, totals, reports[0].lr, rate))
+        log.info(step_line(self._counts.steps, self._config.run.steps, totals, reports[0].lr, rate))
         self._since += seconds
+        self._lines += 1
+        if self._lines == 1:
+            self._mark()
+        elif self._lines == 2:
+            self._events.write(events.STEADY, **self._read_proof())
+
+    def _mark(self) -> None:
+        """The first line is over, and with it what happens once; rates of the proof count from here."""
+        assert self._proof is not None
+        self._marked = self._counts
+        self._proof.mark()
+
+    def _read_proof(self) -> dict[str, object]:
+        assert self._proof is not None
+        now, then = self._counts, self._marked
+        return self._proof.read(
+            steps=now.steps - then.steps,
+            context_tokens=now.context_tokens - then.context_tokens,
+            draft_tokens=now.draft_tokens - then.draft_tokens,
+        )
 
     def _flow(self, seconds: float) -> dict[str, object]:
         """Channel depths now, and which share of `seconds` each worker waited for input, for room, or for other drafters."""
         assert self._wiring is not None
-        before, self._waits = self._waits, _waits(self._wiring)
+        before, self._waits = self._waits, waits(self._wiring)
         fractions = {
-            worker: {end: round((total - before.get(worker, {}).get(end, 0.0)) / seconds, 3) for end, total in ends.items()}
+            worker: {end: round((total - before[worker][end]) / seconds, 3) for end, total in ends.items()}
             for worker, ends in self._waits.items()
         }
         depths = {channel.name: channel.statistics().depth for channel in self._wiring.channels}
@@ -140,12 +179,18 @@ class Reporter:
         seconds = time.monotonic() - self._begin
         self._events.write(
             events.FINISHED,
-            steps=self._done,
+            steps=self._counts.steps,
             loss=self._loss,
             seconds=round(seconds, 3),
-            context_tokens=self._context_tokens,
+            context_tokens=self._counts.context_tokens,
+            **self._read_proof(),
         )
-        log.info("finished %d steps, %d context tokens in %.1f s", self._done, self._context_tokens, seconds)
+        log.info("finished %d steps, %d context tokens in %.1f s", self._counts.steps, self._counts.context_tokens, seconds)
+
+    def close(self) -> None:
+        """Nothing more will be asked."""
+        if self._proof is not None:
+            self._proof.close()
 
     def failed(self, error: str, worker: str | None, step: int | None) -> None:
         """The run has ended before its last step."""
@@ -165,20 +210,6 @@ def step_line(step: int, steps: int, totals: Totals, lr: float, context_tokens_p
 
 def _shown(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
-
-
-def _waits(wiring: Wiring) -> dict[str, dict[str, float]]:
-    """Seconds that each worker has waited at each of its ends."""
-    batches = [channel.statistics() for channel in wiring.batches]
-    features = {pair: channel.statistics() for pair, channel in wiring.features.items()}
-    waits = {"prefetch-0": {"out": sum(channel.send_wait_s for channel in batches)}}
-    for rank, inbox in enumerate(batches):
-        out = sum(channel.send_wait_s for (target, _), channel in features.items() if target == rank)
-        waits[f"target-{rank}"] = {"in": inbox.receive_wait_s, "out": out}
-    for rank, others in enumerate(wiring.drafter_sum.wait_s):
-        inbox_s = sum(channel.receive_wait_s for (_, drafter), channel in features.items() if drafter == rank)
-        waits[f"draft-{rank}"] = {"in": inbox_s, "drafters": others}
-    return waits
 
 
 def _device_name(device: str) -> str | None:

@@ -1,5 +1,6 @@
 """Steps of a drafter on CUDA equal the same steps on CPU, and a NaN changes nothing there either."""
 
+import dataclasses
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from trainer.anchors import block_labels, eligible_anchors, sample_anchors
 from trainer.batch import Batch, FeatureBatch
 from trainer.config import DraftConfig, TrainConfig
 from trainer.errors import NonFiniteError
+from trainer.graphs import compiled
 from trainer.loss import drafter_loss
 from trainer.metrics import StepMetrics
 from trainer.model.attention import draft_mask
@@ -106,3 +108,23 @@ def test_a_nan_changes_nothing_on_cuda(targets):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     with pytest.raises(NonFiniteError, match="step 2"):
         optimizer.check()
+
+
+def test_a_bf16_step_is_the_fp64_step_within_a_hundredth(targets):
+    batch, grads, losses = _batch(), [], []
+    for target, device, dtype in zip(targets, (CPU, CUDA), (torch.float64, torch.bfloat16), strict=True):
+        draft = DraftConfig(num_layers=2, block_size=8, target_layer_ids=list(LAYERS))
+        spec = dataclasses.replace(resolve_draft(draft, target.info, 95), dtype=dtype)
+        model = build_draft(spec, 0, device)
+        here = batch.to(device)
+        features = FeatureBatch(batch=here, context_features=targets[0].context_features(batch).to(device))
+        labels, weights = block_labels(here, 8, 4.0)
+        optimizer = DraftOptimizer(model, CONFIG)
+        embedding, head = target.ends(device, dtype)
+        hidden = forward_blocks(compiled(model, "threadwarm", device), embedding, features, draft_mask(here, 8))
+        parts = drafter_loss(hidden, head, labels, weights)
+        parts.loss_sum.backward()
+        losses.append((parts.loss_sum / parts.weight_sum).item())
+        grads.append(optimizer.flat_grad.cpu().double())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert (grads[1] - grads[0]).norm() / grads[0].norm() < 1e-2

@@ -2,9 +2,19 @@ import itertools
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from trainer.model.attention import attend, dense_mask, document_mask, document_mask_mod, draft_mask, draft_mask_mod
+from trainer.model.attention import (
+    attend,
+    block_mask,
+    dense_mask,
+    document_mask,
+    document_mask_mod,
+    document_tiles,
+    draft_mask,
+    draft_mask_mod,
+    draft_tiles,
+)
 
 
 @pytest.fixture
@@ -62,3 +72,41 @@ def test_attend_is_grouped_softmax_attention_with_zeros_for_invalid_blocks(batch
     for gradient in torch.autograd.grad(out.square().sum(), (query, key, value)):
         assert gradient.isfinite().all()
         assert (gradient[2] == 0).all(), "a row without valid blocks moves nothing"
+
+
+def _tiles(mask):
+    """(seen, full) of torch's own mask, [B, I, J] bool."""
+    num_columns = mask.kv_indices.shape[-1]
+    sets = []
+    for counts, columns in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
+        listed = torch.arange(num_columns) < counts[..., None]
+        dense = torch.zeros(*counts.shape, num_columns, dtype=torch.int32)
+        sets.append(dense.scatter_add(-1, columns.long(), listed.int())[:, 0].bool())
+    return sets[0] | sets[1], sets[1]
+
+
+@pytest.mark.parametrize(("block_size", "num_anchors"), [(16, 40), (10, 30), (64, 12)])
+def test_tiles_are_those_that_torch_finds_by_evaluating_the_whole_mask(make_batch, block_size, num_anchors):
+    rows = [[700], [150, 400, 30], [300], []]
+    anchors = [sorted({5 + 17 * n for n in range(num_anchors)}), [10, 140, 160, 500, 549, 560], [299], []]
+    batch = make_batch(rows, anchors, num_slots=700, num_anchors=num_anchors)
+    queries = num_anchors * block_size
+    mask = create_block_mask(draft_mask_mod(batch, block_size), 4, None, queries, 700 + queries, device="cpu")
+    for ours, theirs in zip(draft_tiles(batch, block_size), _tiles(mask), strict=True):
+        assert torch.equal(ours, theirs)
+    for window in (None, 1, 70, 300):
+        mask = create_block_mask(document_mask_mod(batch.doc_ids, window), 4, None, 700, 700, device="cpu")
+        seen, full = _tiles(mask)
+        assert full.any() == (window in (None, 300))
+        for ours, theirs in zip(document_tiles(batch.doc_ids, window), (seen, full), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_block_mask_holds_contiguous_tensors_in_the_order_of_torchs_own(make_batch):
+    batch = make_batch([[150, 400, 30], [600]], [[10, 300], [5, 400]], num_slots=600, num_anchors=20)
+    ours = block_mask(*draft_tiles(batch, 16), draft_mask_mod(batch, 16), 320, 920)
+    theirs = create_block_mask(draft_mask_mod(batch, 16), 2, None, 320, 920, device="cpu")
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        for mine, his in ((getattr(ours, f), getattr(theirs, f)) for f in (name, name.replace("kv", "q"))):
+            assert mine.is_contiguous()
+            assert torch.equal(mine, his)

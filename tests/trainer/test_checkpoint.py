@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import trainer.checkpoint
-from trainer.checkpoint import save_checkpoint
+from trainer.checkpoint import Staging, save_checkpoint
 from trainer.errors import CheckpointError
 
 
@@ -19,7 +19,7 @@ def model(make_spec, make_drafter):
 
 
 def test_tensors_are_z_labs_in_bf16(model, target_info, tmp_path):
-    folder = save_checkpoint(tmp_path, 12, model, target_info)
+    folder = save_checkpoint(tmp_path, 12, Staging(model), target_info)
     assert folder == tmp_path / "step-12"
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
     tensors = load_file(folder / "model.safetensors")
@@ -47,7 +47,7 @@ def test_tensors_are_z_labs_in_bf16(model, target_info, tmp_path):
 
 
 def test_config_says_what_every_loader_reads(model, target_info, tmp_path):
-    config = json.loads((save_checkpoint(tmp_path, 1, model, target_info) / "config.json").read_text())
+    config = json.loads((save_checkpoint(tmp_path, 1, Staging(model), target_info) / "config.json").read_text())
     assert config == {
         "architectures": ["DFlashDraftModel"],
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -86,7 +86,7 @@ def test_config_says_what_every_loader_reads(model, target_info, tmp_path):
 
 
 def test_it_loads_into_z_labs_class_with_nothing_missing_or_unexpected(model, target_info, tmp_path):
-    folder = save_checkpoint(tmp_path, 1, model, target_info)
+    folder = save_checkpoint(tmp_path, 1, Staging(model), target_info)
     judge, loaded = DFlashDraftModel.from_pretrained(folder, output_loading_info=True)
     assert not any(loaded.values()), loaded
     assert judge.dtype == torch.bfloat16
@@ -99,14 +99,14 @@ def test_it_loads_into_z_labs_class_with_nothing_missing_or_unexpected(model, ta
 def test_latest_points_to_the_newest(model, target_info, tmp_path):
     folder = tmp_path / "checkpoints"
     for step in (5, 10):
-        save_checkpoint(folder, step, model, target_info)
+        save_checkpoint(folder, step, Staging(model), target_info)
         assert os.readlink(folder / "latest") == f"step-{step}"
         assert (folder / "latest" / "config.json").is_file()
     assert sorted(os.listdir(folder)) == ["latest", "step-10", "step-5"]
 
 
 def test_a_full_disk_leaves_the_last_good_one(model, target_info, tmp_path, monkeypatch):
-    save_checkpoint(tmp_path, 5, model, target_info)
+    save_checkpoint(tmp_path, 5, Staging(model), target_info)
 
     def full(_tensors, path, **_):
         path.write_bytes(b"half")
@@ -115,19 +115,19 @@ def test_a_full_disk_leaves_the_last_good_one(model, target_info, tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(trainer.checkpoint, "save_file", full)
         with pytest.raises(CheckpointError, match=r"step-10: the checkpoint could not be written: .*No space left"):
-            save_checkpoint(tmp_path, 10, model, target_info)
+            save_checkpoint(tmp_path, 10, Staging(model), target_info)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-5"]
     assert os.readlink(tmp_path / "latest") == "step-5"
-    save_checkpoint(tmp_path, 10, model, target_info)
+    save_checkpoint(tmp_path, 10, Staging(model), target_info)
     assert os.readlink(tmp_path / "latest") == "step-10"
 
 
 def test_a_checkpoint_is_never_overwritten(model, target_info, tmp_path):
-    folder = save_checkpoint(tmp_path, 5, model, target_info)
+    folder = save_checkpoint(tmp_path, 5, Staging(model), target_info)
     before = (folder / "model.safetensors").read_bytes()
     with torch.no_grad():
         model.norm.weight.add_(1)
     with pytest.raises(CheckpointError, match="step-5: the checkpoint could not be written"):
-        save_checkpoint(tmp_path, 5, model, target_info)
+        save_checkpoint(tmp_path, 5, Staging(model), target_info)
     assert (folder / "model.safetensors").read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-5"]

@@ -7,10 +7,10 @@ import torch
 from dflash.model import DFlashDraftModel, build_target_layer_ids
 
 from trainer.batch import FeatureBatch
-from trainer.checkpoint import save_checkpoint
+from trainer.checkpoint import Staging, save_checkpoint
 from trainer.config import DraftConfig
 from trainer.errors import ConfigError
-from trainer.model.attention import draft_mask, make_mask
+from trainer.model.attention import dense_mask, draft_mask
 from trainer.model.draft import build_draft, forward_blocks, resolve_draft, resolve_target_layer_ids
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def judged(make_spec, make_drafter, target_info, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
-    folder = save_checkpoint(tmp_path, 1, model, target_info)
+    folder = save_checkpoint(tmp_path, 1, Staging(model), target_info)
     judge, loaded = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(loaded.values()), loaded
     return model, judge.eval()
@@ -89,7 +89,7 @@ def test_the_judge_notices_a_leaking_mask(judged, features, embedding, leak):
     model, judge = judged
     batch = features.batch
     right = draft_mask(batch, 4)
-    leaking = make_mask(lambda b, h, q, kv: right[b, h, q, kv] | leak(b, q, kv, batch), 2, 24, 18 + 24, CPU)
+    leaking = dense_mask(lambda b, h, q, kv: right[b, h, q, kv] | leak(b, q, kv, batch), 2, 24, 18 + 24, CPU)
     hidden = forward_blocks(model, embedding, features, leaking)
     errors = [
         (hidden[b, n] - _draft_one_by_one(judge, features, embedding, b, n)).abs().max()

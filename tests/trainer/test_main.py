@@ -145,7 +145,7 @@ def test_sighup_is_ignored_and_sigterm_ends_a_run_with_143(tiny_run: Any, tmp_pa
     process = start(["-m", "trainer", str(write_config(tmp_path, tiny_run.config(run={"steps": 1_000_000})))])
     until_step(tmp_path, 1)
     process.popen.send_signal(signal.SIGHUP)
-    until_step(tmp_path, events_of(tmp_path)[-2]["step"] + 10)
+    until_step(tmp_path, [event["step"] for event in events_of(tmp_path) if event["event"] == "step"][-1] + 10)
     process.popen.send_signal(signal.SIGTERM)
     code, out, err = process.wait()
     assert (code, err) == (143, "error: stopped by SIGTERM\n")

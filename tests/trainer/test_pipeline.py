@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import trainer.drafter
 import trainer.pipeline
-import trainer.workers
+import trainer.wiring
 from trainer.anchors import block_labels
 from trainer.batch import Batch, FeatureBatch
 from trainer.channel import Channel
@@ -28,7 +29,7 @@ from trainer.model.draft import build_draft, forward_blocks, resolve_draft
 from trainer.model.target import TargetModel, load_target
 from trainer.optim import DraftOptimizer, learning_rate
 from trainer.packing import batches
-from trainer.workers import Mailbox
+from trainer.wiring import Mailbox
 
 ENDS_WITHIN_S = 30
 """Far more than an end takes; a run that hangs takes half an hour."""
@@ -102,7 +103,7 @@ def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pyte
     config = tiny_run.config(drafters=2, run={"steps": 5, "log_every": 2, "checkpoint_every": 3})
     run(config, tmp_path)
     assert [e["event"] for e in events_of(tmp_path)] == [
-        *("started", "gate_open", "step", "checkpoint", "step", "step", "checkpoint", "finished")
+        *("started", "gate_open", "step", "checkpoint", "step", "steady", "step", "checkpoint", "finished")
     ]
     started, gate_open, step, checkpoint = events_of(tmp_path)[:4]
     assert started["versions"]["torch"] == torch.__version__
@@ -200,8 +201,8 @@ def expect_failure(config: dict[str, Any], folder: Path, worker: str | None, err
         (trainer.pipeline, "open_shards", "load"),
         (trainer.pipeline, "load_target", "load"),
         (TargetModel, "context_features", "target-1"),
-        (trainer.workers, "build_draft", "draft-1"),
-        (trainer.workers, "drafter_loss", "draft-0"),
+        (trainer.drafter, "copy_draft", "draft-1"),
+        (trainer.drafter, "drafter_loss", "draft-0"),
     ],
 )
 def test_a_death_before_the_gate_ends_the_run(
@@ -234,7 +235,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Channel[Any]]:
     def make(name: str, capacity: int) -> Channel[Any]:
         return made.setdefault(name, Channel(name, capacity))
 
-    monkeypatch.setattr(trainer.pipeline, "Channel", make)
+    monkeypatch.setattr(trainer.wiring, "Channel", make)
     return made
 
 
@@ -249,11 +250,11 @@ def test_a_drafter_that_dies_while_the_target_sends_ends_the_run(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, channels: dict[str, Channel[Any]]
 ) -> None:
     def target_waits_for_room() -> None:
-        before = channels["features-0-0"].statistics().send_wait_s
-        until(lambda: channels["features-0-0"].statistics().send_wait_s > before + 0.02)
+        before = channels["free-0-0"].statistics().receive_wait_s
+        until(lambda: channels["free-0-0"].statistics().receive_wait_s > before + 0.02)
 
     error = InjectedError("mid-send")
-    fail_in(monkeypatch, trainer.workers, "drafter_loss", "draft-0", 3, error, first=target_waits_for_room)
+    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 3, error, first=target_waits_for_room)
     last = expect_failure(tiny_run.config(run={"steps": 10_000}), tmp_path, "draft-0", error)
     assert last["step"] == 2
 
@@ -276,7 +277,7 @@ def test_a_drafter_that_dies_after_the_others_have_left_ends_the_run(
 ) -> None:
     error = InjectedError("after close")
     alone = lambda: until(lambda: workers_alive() == ["draft-0"])  # noqa: E731
-    fail_in(monkeypatch, trainer.workers, "drafter_loss", "draft-0", 2, error, first=alone)
+    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 2, error, first=alone)
     config = tiny_run.config(pipeline={"channel_capacity": 64})
     assert expect_failure(config, tmp_path, "draft-0", error)["step"] == 1
 
@@ -285,10 +286,10 @@ def test_a_drafter_that_dies_while_others_wait_for_it_ends_the_run(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meetings: list[Any] = []
-    monkeypatch.setattr(trainer.pipeline, "DrafterSum", recording(trainer.pipeline.DrafterSum, meetings))
+    monkeypatch.setattr(trainer.wiring, "DrafterSum", recording(trainer.wiring.DrafterSum, meetings))
     others_wait = lambda: until(lambda: meetings[0]._barrier.n_waiting == 2)  # noqa: E731
     error = InjectedError("in the barrier")
-    fail_in(monkeypatch, trainer.workers, "drafter_loss", "draft-1", 4, error, first=others_wait)
+    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-1", 4, error, first=others_wait)
     last = expect_failure(tiny_run.config(drafters=3, run={"steps": 10_000}), tmp_path, "draft-1", error)
     assert last["step"] == 3
 
@@ -302,16 +303,16 @@ def recording(kind: Callable[..., Any], made: list[Any]) -> Callable[..., Any]:
 
 
 def test_drafters_that_drift_apart_end_the_run(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = trainer.workers.build_draft
+    original = trainer.drafter.copy_draft
 
-    def build(spec: Any, seed: int, device: torch.device) -> Any:
-        model = original(spec, seed, device)
+    def copied(initial: Any, device: torch.device) -> Any:
+        model = original(initial, device)
         if threading.current_thread().name == "draft-1":
             with torch.no_grad():
                 model.norm.weight[0] += 1e-3
         return model
 
-    monkeypatch.setattr(trainer.workers, "build_draft", build)
+    monkeypatch.setattr(trainer.drafter, "copy_draft", copied)
     with pytest.raises(AssertionError, match="drafters are not bit-equal"):
         run(tiny_run.config(drafters=2, run={"checkpoint_every": 2}), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
@@ -328,7 +329,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_applied(
         bad = threading.current_thread().name == thread and next(calls) == 4
         return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if bad else loss
 
-    monkeypatch.setattr(trainer.workers, "drafter_loss", poisoned)
+    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
     with pytest.raises(NonFiniteError, match=r"step \d .*batches 4\.\.5"):
         run(tiny_run.config(drafters=2), tmp_path)
     last = events_of(tmp_path)[-1]
@@ -337,7 +338,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_applied(
 
 
 def test_a_step_that_was_not_applied_is_not_saved(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, train = DraftOptimizer.check, trainer.workers._Drafter.train
+    check, train = DraftOptimizer.check, trainer.drafter.Drafter.train
     training, calls = threading.local(), itertools.count(1)
 
     def as_on_a_gpu(drafter: Any, *args: Any) -> None:
@@ -349,9 +350,9 @@ def test_a_step_that_was_not_applied_is_not_saved(tiny_run: Any, tmp_path: Path,
         loss = drafter_loss(*args)
         return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if next(calls) == 3 else loss
 
-    monkeypatch.setattr(trainer.workers._Drafter, "train", as_on_a_gpu)
-    monkeypatch.setattr(DraftOptimizer, "check", lambda *args: None if training.now else check(*args))
-    monkeypatch.setattr(trainer.workers, "drafter_loss", poisoned)
+    monkeypatch.setattr(trainer.drafter.Drafter, "train", as_on_a_gpu)
+    monkeypatch.setattr(DraftOptimizer, "check", lambda *args: None if getattr(training, "now", False) else check(*args))
+    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
     with pytest.raises(NonFiniteError, match="step 2 "):
         run(tiny_run.config(run={"steps": 8, "log_every": 100, "checkpoint_every": 4}), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
@@ -370,7 +371,7 @@ def test_a_full_disk_ends_the_run_with_its_first_cause(
 
     monkeypatch.setattr(EventLog, "write", failing)
     if full == "failed":
-        fail_in(monkeypatch, trainer.workers, "drafter_loss", "draft-0", 4, death)
+        fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 4, death)
     with pytest.raises((TrainerError, InjectedError)) as caught:
         run(tiny_run.config(drafters=2, run={"steps": 10_000}), tmp_path)
     assert caught.value is (death if full == "failed" else no_room)
@@ -410,13 +411,13 @@ def test_more_gpus_than_there_are_is_told_before_anything_is_loaded(
 
 def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    original = trainer.workers.drafter_loss
+    original = trainer.drafter.drafter_loss
 
     def hanging(*args: Any) -> LossParts:
         release.wait(ENDS_WITHIN_S)
         return original(*args)
 
-    monkeypatch.setattr(trainer.workers, "drafter_loss", hanging)
+    monkeypatch.setattr(trainer.drafter, "drafter_loss", hanging)
     monkeypatch.setattr(trainer.pipeline, "STALL_S", 0.5)
     monkeypatch.setattr(trainer.pipeline, "JOIN_S", 0.1)
     with pytest.raises(WorkerError, match=r"no worker has moved for 0\.5 s: .*draft-0"):
@@ -424,9 +425,3 @@ def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkey
     assert events_of(tmp_path)[-1]["event"] == "failed"
     release.set()
     until(lambda: workers_alive() == [])
-
-
-def test_gpus_want_no_graphs_yet(tiny_run: Any, tmp_path: Path) -> None:
-    gpus = {"target_devices": ["cuda:0"], "drafter_devices": ["cuda:0"], "graphs": "threadwarm"}
-    with pytest.raises(ConfigError, match=r"pipeline\.graphs must be none, got threadwarm"):
-        run(tiny_run.config(pipeline=gpus), tmp_path)

@@ -1,8 +1,10 @@
 """Who attends to whom, said once: a mask function that flex_attention compiles on CUDA and SDPA gets as a matrix on CPU.
 
-flex_attention has no backward on CPU (torch 2.13), so the device decides: `make_mask` turns one mask function into a
-BlockMask on CUDA and into a matrix elsewhere, and `attend` takes either. Called by every target and drafter thread; the
-compiled kernel is made on first use. Shape legend: `trainer.batch`.
+flex_attention has no backward on CPU (torch 2.13), so the device decides: masks are BlockMasks on CUDA and matrices elsewhere,
+and `attend` takes either. Which tiles of a BlockMask hold anything follows from where documents and anchors lie; the mask
+function is never evaluated for all queries and keys, nothing is synchronised, and a CUDA graph can hold it all. Called by every
+target and drafter thread; the compiled kernel is made on first use. Shape legend: `trainer.batch`; I and J count the tiles of
+queries and keys.
 
 Sources: DFlash (arXiv 2602.06036); torch.nn.attention.flex_attention.
 """
@@ -13,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from trainer.batch import Batch
 
@@ -22,6 +24,9 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 AttentionMask = BlockMask | Tensor
 """What `attend` takes; a tensor is [B, 1, Q, KV] bool."""
+
+MASK_TILE = 128
+"""Queries and keys of a tile."""
 
 
 def draft_mask_mod(batch: Batch, block_size: int) -> MaskMod:
@@ -64,20 +69,90 @@ def draft_mask(batch: Batch, block_size: int) -> AttentionMask:
     num_rows, num_slots = batch.tokens.shape
     num_queries = batch.anchors.shape[1] * block_size
     mask_mod = draft_mask_mod(batch, block_size)
-    return make_mask(mask_mod, num_rows, num_queries, num_slots + num_queries, batch.tokens.device)
+    if not batch.tokens.is_cuda:
+        return dense_mask(mask_mod, num_rows, num_queries, num_slots + num_queries, batch.tokens.device)
+    return block_mask(*draft_tiles(batch, block_size), mask_mod, num_queries, num_slots + num_queries)
 
 
 def document_mask(doc_ids_BS: Tensor, window: int | None = None) -> AttentionMask:
     """The target's mask for packed rows on the device of `doc_ids_BS`."""
     num_rows, num_slots = doc_ids_BS.shape
-    return make_mask(document_mask_mod(doc_ids_BS, window), num_rows, num_slots, num_slots, doc_ids_BS.device)
+    mask_mod = document_mask_mod(doc_ids_BS, window)
+    if not doc_ids_BS.is_cuda:
+        return dense_mask(mask_mod, num_rows, num_slots, num_slots, doc_ids_BS.device)
+    return block_mask(*document_tiles(doc_ids_BS, window), mask_mod, num_slots, num_slots)
 
 
-def make_mask(mask_mod: MaskMod, num_rows: int, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
-    """What `attend` takes on `device`: a BlockMask on CUDA, a matrix elsewhere."""
-    if device.type == "cuda":
-        return create_block_mask(mask_mod, num_rows, None, num_queries, num_keys, device=device)
-    return dense_mask(mask_mod, num_rows, num_queries, num_keys, device)
+def draft_tiles(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
+    """Tiles of `draft_mask_mod` that hold anything and, among them, tiles that are full: two [B, I, J] bool."""
+    device, num_slots = batch.tokens.device, batch.tokens.shape[1]
+    num_queries = batch.anchors.shape[1] * block_size
+    tiles_J = torch.arange(-(-(num_slots + num_queries) // MASK_TILE), device=device)
+    tiles_I = torch.arange(-(-num_queries // MASK_TILE), device=device)
+    first_query_N = torch.arange(0, num_queries, block_size, device=device)
+    in_tile_IN = _overlap(tiles_I[:, None], first_query_N, first_query_N + block_size).float()
+
+    end_BN1 = batch.anchors[:, :, None]
+    start_BN1 = end_BN1 - batch.positions.gather(1, batch.anchors)[:, :, None]
+    first_key_N1 = num_slots + first_query_N[:, None]
+    context_BNJ = _overlap(tiles_J, start_BN1, end_BN1)
+    own_block_BNJ = _overlap(tiles_J, first_key_N1, first_key_N1 + block_size)
+    valid_BN1 = batch.anchor_valid[:, :, None]
+    covered_BNJ = valid_BN1 & (start_BN1 <= tiles_J * MASK_TILE) & (end_BN1 >= (tiles_J + 1) * MASK_TILE)
+
+    seen_BIJ = in_tile_IN @ (valid_BN1 & (context_BNJ | own_block_BNJ)).float() > 0
+    whole_I = (tiles_I + 1) * MASK_TILE <= num_queries
+    full_BIJ = (in_tile_IN @ covered_BNJ.float() == in_tile_IN.sum(dim=1, keepdim=True)) & whole_I[:, None]
+    return seen_BIJ, full_BIJ
+
+
+def _overlap(tiles: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Whether a tile and start..end (exclusive) share a slot, broadcast together."""
+    return (tiles * MASK_TILE < end) & ((tiles + 1) * MASK_TILE > start) & (start < end)
+
+
+def document_tiles(doc_ids_BS: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Tiles of `document_mask_mod` that hold anything and, among them, tiles that are full: two [B, I, J] bool."""
+    num_slots = doc_ids_BS.shape[1]
+    slots_S = torch.arange(num_slots, device=doc_ids_BS.device)
+    begins_BS = torch.nn.functional.pad(doc_ids_BS[:, 1:] != doc_ids_BS[:, :-1], (1, 0), value=True)
+    first_seen_BS = torch.where(begins_BS, slots_S, 0).cummax(dim=1).values
+    if window is not None:
+        first_seen_BS = torch.maximum(first_seen_BS, slots_S - (window - 1))
+    start_I = slots_S[::MASK_TILE]
+    last_I = (start_I + MASK_TILE - 1).clamp(max=num_slots - 1)
+    seen_BIJ = (start_I <= start_I[:, None]) & (start_I + MASK_TILE > first_seen_BS[:, start_I][:, :, None])
+    whole_I = start_I + MASK_TILE <= num_slots
+    covered_BIJ = start_I >= first_seen_BS[:, last_I][:, :, None]
+    return seen_BIJ, covered_BIJ & (start_I < start_I[:, None]) & whole_I[:, None]
+
+
+def block_mask(seen_BIJ: Tensor, full_BIJ: Tensor, mask_mod: MaskMod, num_queries: int, num_keys: int) -> BlockMask:
+    """A BlockMask that evaluates `mask_mod` in tiles that are seen but not full."""
+    partial_B1IJ, full_B1IJ = (seen_BIJ & ~full_BIJ)[:, None], full_BIJ[:, None]
+    kv_num_blocks, kv_indices = _ordered(partial_B1IJ)
+    full_kv_num_blocks, full_kv_indices = _ordered(full_B1IJ)
+    q_num_blocks, q_indices = _ordered(partial_B1IJ.mT)
+    full_q_num_blocks, full_q_indices = _ordered(full_B1IJ.mT)
+    return BlockMask(
+        seq_lengths=(num_queries, num_keys),
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(MASK_TILE, MASK_TILE),
+        mask_mod=mask_mod,
+    )
+
+
+def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """(number of set tiles of each row, their columns first) in int32, contiguous: the kernels read nothing else right."""
+    columns = torch.argsort(tiles.to(torch.int8), dim=-1, descending=True, stable=True)
+    return tiles.sum(dim=-1, dtype=torch.int32).contiguous(), columns.to(torch.int32).contiguous()
 
 
 def dense_mask(mask_mod: MaskMod, num_rows: int, num_queries: int, num_keys: int, device: torch.device) -> Tensor:

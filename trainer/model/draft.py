@@ -12,6 +12,7 @@ Used by one drafter thread each. Shape legend: `trainer.batch`; C is the width o
 Source: DFlash (arXiv 2602.06036).
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -273,10 +274,19 @@ def build_draft(spec: DraftSpec, seed: int, device: torch.device) -> DraftModel:
     return model.to(device)
 
 
-def forward_blocks(model: DraftModel, embedding_VE: Tensor, features: FeatureBatch, mask: AttentionMask) -> Tensor:
-    """Hidden states of all blocks of a batch at once, [B, N, K, E]; `mask` is `draft_mask` of the same batch."""
-    batch, block_size = features.batch, model.spec.block_size
-    input_ids_BNK = block_input_ids(batch, block_size, model.spec.mask_token_id)
+def copy_draft(model: DraftModel, device: torch.device) -> DraftModel:
+    """A drafter of its own on `device` with equal parameters."""
+    return copy.deepcopy(model).to(device)
+
+
+def forward_blocks(model: nn.Module, embedding_VE: Tensor, features: FeatureBatch, mask: AttentionMask) -> Tensor:
+    """Hidden states of all blocks of a batch at once, [B, N, K, E]; `mask` is `draft_mask` of the same batch.
+
+    `model` is a DraftModel or its compilation.
+    """
+    spec: DraftSpec = model.spec
+    batch, block_size = features.batch, spec.block_size
+    input_ids_BNK = block_input_ids(batch, block_size, spec.mask_token_id)
     embeds_BQE = F.embedding(input_ids_BNK.flatten(1), embedding_VE)
     positions_BQ = block_positions(batch, block_size).flatten(1)
     hidden_BQE = model(features.context_features, batch.positions, embeds_BQE, positions_BQ, mask)

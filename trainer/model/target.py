@@ -9,10 +9,12 @@ Loading patches torch globally inside transformers, so one lock serialises it; a
 the TargetForwardLoops of one device share one TargetModel. Shape legend: `trainer.batch`.
 """
 
+import functools
 import hashlib
 import json
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +62,51 @@ class TargetModel:
         self.head = self.embedding if tied else model.lm_head.weight.detach()
         self.info = _info(config, len(decoder.layers), len(self.embedding))
 
+    @property
+    def context_width(self) -> int:
+        """L*D: the width of the context features."""
+        return len(self.target_layer_ids) * self.embedding.shape[1]
+
     @torch.no_grad()
-    def context_features(self, batch: Batch) -> Tensor:
-        """[B, S, L*D]: each document reads itself alone. `batch` lies on the model's device."""
+    def context_features(self, batch: Batch, out: Tensor | None = None, *, eager: bool = False) -> Tensor:
+        """[B, S, L*D], written into `out`: each document reads itself alone. `batch` lies on the model's device.
+
+        On CUDA layers are compiled, unless they are to be `eager`.
+        """
         masks = {window: document_mask(batch.doc_ids, window) for window in self._windows}
         hidden_BSD = F.embedding(batch.tokens, self.embedding)
         rotary = self._rotary(hidden_BSD, batch.positions)
-        tapped = []
+        if out is None:
+            out = hidden_BSD.new_empty(*batch.tokens.shape, self.context_width)
+        places = dict(zip(self.target_layer_ids, out.chunk(len(self.target_layer_ids), dim=-1), strict=True))
+        run_layer = _compiled_layer() if hidden_BSD.is_cuda and not eager else _run_layer
         for k, layer in enumerate(self._layers):
-            hidden_BSD = layer(hidden_BSD, attention_mask=masks, position_ids=batch.positions, position_embeddings=rotary)
-            if k in self.target_layer_ids:
-                tapped.append(hidden_BSD)
-        return torch.cat(tapped, dim=-1)
+            hidden_BSD = run_layer(layer, hidden_BSD, masks, batch.positions, rotary)
+            if k in places:
+                places[k].copy_(hidden_BSD)
+        return out
 
     def ends(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(embedding, head), [V, D] each, where and as a drafter reads them; one tensor if tied, no copy if in place."""
         embedding = self.embedding.to(device, dtype)
         return embedding, embedding if self.head is self.embedding else self.head.to(device, dtype)
+
+
+def _run_layer(
+    layer: nn.Module,
+    hidden_BSD: Tensor,
+    masks: dict[int | None, AttentionMask],
+    positions_BS: Tensor,
+    rotary: tuple[Tensor, Tensor],
+) -> Tensor:
+    output: Tensor = layer(hidden_BSD, attention_mask=masks, position_ids=positions_BS, position_embeddings=rotary)
+    return output
+
+
+@functools.cache
+def _compiled_layer() -> Callable[..., Tensor]:
+    """One compilation serves all layers: they differ in weights alone."""
+    return torch.compile(_run_layer, dynamic=False, fullgraph=True)
 
 
 def load_target(config: TargetConfig, root: Path, device: torch.device, draft: DraftConfig) -> TargetModel:

@@ -1,0 +1,143 @@
+"""The pipeline on GPUs: equal to a plain eager loop, still after the gate, dead at once with the first cause."""
+
+import itertools
+import math
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import trainer.drafter
+import trainer.forward
+from trainer.errors import NonFiniteError
+from trainer.graphs import Graphs, StageFacts
+from trainer.reference import plain_losses
+
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+ENDS_WITHIN_S = 10
+
+
+class InjectedError(Exception):
+    """What the tests break workers with."""
+
+
+def losses_of(told):
+    return [event["loss"] for event in told if event["event"] == "step"]
+
+
+def assert_still(last):
+    """Nothing happened after the gate that must not."""
+    assert last["event"] == "finished"
+    assert (last["captures_after_gate"], last["recompiles"]) == (0, 0)
+    for gpu in last["gpus"].values():
+        assert (gpu["device_allocs_after_gate"], gpu["alloc_retries_after_gate"]) == (0, 0)
+    assert all(stage["addresses_unchanged"] for name, stage in last["stages"].items() if name.startswith("draft"))
+
+
+@pytest.mark.parametrize("graphs", ["none", "threadwarm"])
+@pytest.mark.parametrize(
+    ("targets", "drafters"),
+    [("0", "0"), ("0", "00"), pytest.param("0", "1", marks=two_gpus), pytest.param("01", "011", marks=two_gpus)],
+)
+def test_the_pipeline_is_a_plain_eager_loop(config, train, load, graphs, targets, drafters):
+    run = config(targets, drafters, pipeline={"graphs": graphs})
+    told = train(run)
+    assert losses_of(told) == pytest.approx(plain_losses(run, load(run), 24), rel=1e-3)
+    assert_still(told[-1])
+    captures = told[-1]["captures_before_gate"]
+    assert (captures > 0) == (graphs == "threadwarm")
+
+
+def test_a_slot_each_has_its_graph(config, train):
+    told = train(config("0", "0", run={"steps": 3}, pipeline={"channel_capacity": 3}))
+    assert told[-1]["captures_before_gate"] == 6, "the target's and the drafter's of three slots"
+
+
+@two_gpus
+def test_two_targets_and_six_drafters_over_two_gpus(config, train, tmp_path):
+    told = train(config("01", "000111", run={"steps": 300, "log_every": 50, "checkpoint_every": 100}))
+    assert_still(told[-1])
+    assert losses_of(told)[-1] < losses_of(told)[0]
+    assert [event["step"] for event in told if event["event"] == "checkpoint"] == [100, 200, 300], "checksums were equal"
+
+
+def test_bf16_learns_as_fp32_does(config, train, load):
+    run = config("0", "0", draft={"dtype": "bfloat16"}, target={"dtype": "bfloat16"})
+    assert losses_of(train(run)) == pytest.approx(plain_losses(config("0", "0"), load(config("0", "0")), 24), rel=2e-2)
+
+
+def fail_in(monkeypatch, owner, name, thread, when):
+    """Raise in `owner.name` once `thread` calls it and `when()` holds; returns (the error, when it was raised)."""
+    original, error, raised = getattr(owner, name), InjectedError(f"in {thread}"), []
+
+    def wrapper(*args, **kwargs):
+        if threading.current_thread().name == thread and when():
+            raised.append(time.monotonic())
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrapper)
+    return error, raised
+
+
+def assert_dies(train, run, error, raised, worker, tmp_path):
+    with pytest.raises(InjectedError) as caught:
+        train(run)
+    assert caught.value is error
+    assert time.monotonic() - raised[0] < ENDS_WITHIN_S
+    assert f'"worker": "{worker}"' in (tmp_path / "events.jsonl").read_text().splitlines()[-1]
+    alive = [t.name for t in threading.enumerate() if t.name.startswith(("load", "prefetch-", "target-", "draft-"))]
+    assert alive == []
+
+
+@pytest.mark.parametrize("moment", ["before", "inside"])
+def test_a_drafter_that_dies_before_or_inside_its_capture(config, train, monkeypatch, tmp_path, moment):
+    capturing = torch.cuda.is_current_stream_capturing
+    when = capturing if moment == "inside" else lambda: True
+    error, raised = fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-1", when)
+    assert_dies(train, config("0", "00"), error, raised, "draft-1", tmp_path)
+
+
+def test_a_drafter_that_dies_after_its_capture_while_the_channels_are_full(config, train, monkeypatch, tmp_path):
+    steps = itertools.count()
+    late = lambda: next(steps) == 5  # noqa: E731
+    error, raised = fail_in(monkeypatch, trainer.drafter.Drafter, "train", "draft-0", late)
+    assert_dies(train, config("0", "00", run={"steps": 100_000}), error, raised, "draft-0", tmp_path)
+
+
+def test_a_target_that_dies_mid_run(config, train, monkeypatch, tmp_path):
+    batches = itertools.count()
+    late = lambda: next(batches) == 7  # noqa: E731
+    error, raised = fail_in(monkeypatch, trainer.forward.TargetForward, "fill", "target-0", late)
+    assert_dies(train, config("0", "00", run={"steps": 100_000}), error, raised, "target-0", tmp_path)
+
+
+def test_a_nan_is_not_applied_and_ends_the_run_at_the_next_log_line(config, train, monkeypatch, tmp_path):
+    original = trainer.forward.TargetForward._forward
+
+    def poisoned(self, slot, batch):
+        original(self, slot, batch)
+        if threading.current_thread().name == "target-0" and batch.index == 6:
+            slot.features.context_features.fill_(math.nan)
+
+    monkeypatch.setattr(trainer.forward.TargetForward, "_forward", poisoned)
+    with pytest.raises(NonFiniteError, match=r"step 6 \(batch 6\)"):
+        train(config("0", "0", run={"log_every": 4, "checkpoint_every": 4}))
+    saved = load_file(tmp_path / "checkpoints" / "step-4" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+    assert not (tmp_path / "checkpoints" / "step-8").exists()
+
+
+def test_a_capture_that_cannot_be_raises_its_first_cause():
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+
+    def graphless():
+        number = torch.ones(1, device=device)
+        raise InjectedError(f"{number.shape}")
+
+    with torch.cuda.stream(torch.cuda.Stream(device)), pytest.raises(InjectedError):
+        Graphs("threadwarm", device, StageFacts("cuda:0")).ready(graphless)

@@ -1,0 +1,168 @@
+"""One DrafterTrainLoop's drafter: model, optimizer and metrics over static slots, and the graphs of its step.
+
+A lone drafter's step is one graph: forward, backward, clip, AdamW. With several, gradients are summed between a graph of
+forward and backward and one of clip and AdamW. Each slot has a graph of its own that reads it in place. Belongs to one thread.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.anchors import block_labels
+from trainer.batch import NO_DOCUMENT
+from trainer.checkpoint import Staging, save_checkpoint
+from trainer.graphs import DeviceClock, Graphs, compiled
+from trainer.loss import drafter_loss
+from trainer.metrics import StepMetrics
+from trainer.model.attention import draft_mask
+from trainer.model.draft import DraftModel, TargetInfo, copy_draft, forward_blocks
+from trainer.optim import DraftOptimizer, learning_rate
+from trainer.slots import Slot, make_slot
+from trainer.wiring import STALL_S, StepReport, Wiring, enter
+
+_STEPS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftParts:
+    """What a drafter is built from; embedding and head are shared by the drafters of a device."""
+
+    initial: DraftModel
+    """In host memory; every drafter starts as its copy."""
+    info: TargetInfo
+    embedding: Tensor
+    head: Tensor
+    checkpoints: Path
+
+
+class Drafter:
+    """One of the run's drafters, in its thread."""
+
+    def __init__(self, wiring: Wiring, rank: int, parts: DraftParts) -> None:
+        """Phase 1: build, compile, warm up and capture, in the thread that is going to train."""
+        config = self._config = wiring.config
+        self._wiring, self._rank, self._parts, self._spec = wiring, rank, parts, parts.initial.spec
+        self._device = torch.device(config.pipeline.drafter_devices[rank])
+        self._alone = len(config.pipeline.drafter_devices) == 1
+        enter(self._device, wiring)
+        self.model: DraftModel = copy_draft(parts.initial, self._device)
+        self._forward = compiled(self.model, config.pipeline.graphs, self._device)
+        self._optimizer = DraftOptimizer(self.model, config)
+        self._metrics = StepMetrics(self._spec.block_size, self._device)
+        self._context_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._sums = torch.zeros(2, device=self._device)
+        self._grad_norm = torch.zeros((), device=self._device)
+        self._facts = wiring.facts[f"draft-{rank}"]
+        self._clock = self._facts.clock = DeviceClock(self._device)
+        self._prepare(self._make_slots())
+
+    def _make_slots(self) -> list[Slot]:
+        """As many for each target as `channel_capacity` says, all of them free."""
+        config, wiring = self._config, self._wiring
+        width = len(self._spec.target_layer_ids) * self._spec.hidden_size
+        made = []
+        for pair, free in wiring.free.items():
+            if pair[1] == self._rank:
+                slots = [make_slot(config, width, self._device) for _ in range(config.pipeline.channel_capacity)]
+                wiring.slots[pair] = slots
+                for slot in slots:
+                    free.send(slot, timeout_s=STALL_S)
+                made += slots
+        return made
+
+    def _prepare(self, slots: list[Slot]) -> None:
+        graphs = Graphs(self._config.pipeline.graphs, self._device, self._facts)
+        self._optimizer.hold(True)
+        self._optimizer.begin(0)
+        if self._config.pipeline.graphs != "lazy":  # unsound: what it leaves out here happens when everyone runs
+            graphs.warm_up(lambda: self._whole_step(slots[0]))
+        if graphs.captures:
+            self._optimizer.capturable()
+        body = self._whole_step if self._alone else self._backward
+        self._run = {id(slot): graphs.ready(functools.partial(body, slot)) for slot in slots}
+        self._run_apply = graphs.ready(self._apply) if not self._alone else self._apply
+        self._static = [*self.model.parameters(), self._optimizer.flat_grad, self._sums]
+        self._static += [tensor for slot in slots for tensor in slot.tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self._static]
+
+    def moved_to_this_thread(self) -> "Drafter":
+        """Itself, on a stream of the calling thread."""
+        enter(self._device, self._wiring)
+        return self
+
+    def connect(self) -> None:
+        """Phase 2: the group with other GPUs, the memory of checkpoints, and a dry batch from every target."""
+        self._wiring.drafter_sum.connect(self._rank)
+        self._staging = Staging(self.model) if self._rank == 0 else None
+        for step in range(self._wiring.dry_batches // len(self._config.pipeline.drafter_devices)):
+            self.train(step)
+        self.report(0)
+        self.check_equal()
+        self._clock.reset()
+        self._optimizer.hold(False)
+
+    def train(self, step: int) -> None:
+        """0-based `step` of all drafters together; at most two are under way on the device."""
+        pipeline, rank = self._config.pipeline, self._rank
+        sender = (step * len(pipeline.drafter_devices) + rank) % len(pipeline.target_devices)
+        slot = self._wiring.features[sender, rank].receive(timeout_s=STALL_S)
+        self._clock.limit((_STEPS_IN_FLIGHT - 1) * (1 if self._alone else 2))
+        self._optimizer.begin(step)
+        slot.filled.wait()
+        with self._clock.span():
+            self._run[id(slot)]()
+        slot.free.record()
+        self._wiring.free[sender, rank].send(slot, timeout_s=STALL_S)
+        if not self._alone:
+            self._wiring.drafter_sum.sum(rank, self._optimizer.flat_grad, self._sums)
+            with self._clock.span():
+                self._run_apply()
+        if self._device.type == "cpu":
+            self._check_finite()
+
+    def report(self, done: int) -> StepReport:
+        """What happened since the last report; waits for the device."""
+        self._check_finite()
+        self._clock.limit(0)
+        self._facts.addresses_unchanged = self._addresses == [tensor.data_ptr() for tensor in self._static]
+        context_tokens = int(self._context_tokens.item())
+        self._context_tokens.zero_()
+        lr = learning_rate(self._config, max(0, done - 1))
+        return StepReport(self._rank, done, self._metrics.read(), context_tokens, lr, self._grad_norm.item())
+
+    def check_equal(self) -> None:
+        """Refuse parameters that a step was not applied to, or whose bits are not the others'; waits for the device."""
+        self._check_finite()
+        sums = [parameter.detach().view(torch.int32).sum() for parameter in self.model.parameters()]
+        self._wiring.drafter_sum.check_equal(self._rank, torch.stack(sums))
+
+    def save(self, done: int) -> Path:
+        """Write a checkpoint; only the first drafter can."""
+        assert self._staging is not None
+        return save_checkpoint(self._parts.checkpoints, done, self._staging, self._parts.info)
+
+    def _whole_step(self, slot: Slot) -> None:
+        self._backward(slot)
+        self._apply()
+
+    def _backward(self, slot: Slot) -> None:
+        """Forward and backward into the flat gradient; loss and weight into `_sums`."""
+        features, spec = slot.features, self._spec
+        labels, weights = block_labels(features.batch, spec.block_size, self._config.loss_gamma)
+        mask = draft_mask(features.batch, spec.block_size)
+        hidden = forward_blocks(self._forward, self._parts.embedding, features, mask)
+        loss = drafter_loss(hidden, self._parts.head, labels, weights)
+        self._optimizer.zero_grad()
+        loss.loss_sum.backward()
+        self._metrics.add(loss, weights, features.batch.anchor_valid)
+        self._context_tokens += (features.batch.doc_ids != NO_DOCUMENT).sum()
+        self._sums.copy_(torch.stack([loss.loss_sum.detach(), loss.weight_sum]))
+
+    def _apply(self) -> None:
+        self._grad_norm.copy_(self._optimizer.apply(self._sums[0], self._sums[1]))
+
+    def _check_finite(self) -> None:
+        self._optimizer.check(len(self._config.pipeline.drafter_devices))
