@@ -32,4 +32,5 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 test: lint
+	@tests/lab/setup.sh
 	$(BIN)/pytest -m 'not gpu'

@@ -86,6 +86,8 @@ def _wanted(folder: Path) -> list[Path]:
     found = []
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
+        if path.is_symlink() and path.is_dir():
+            raise ConfigurationError(f"{path} is a symlink to a folder; deploy ships files that lie in the package")
         hidden = any(part.startswith(".") or part in _SKIPPED_FOLDERS for part in parts)
         if path.is_file() and not hidden and path.suffix != ".pyc":
             found.append(path)
@@ -134,7 +136,7 @@ def _refusal(deployment: Deployment, check: ParseCheck) -> EnvironmentFault:
 def _archive(bundle: Bundle) -> bytes:
     """A tar without times, owners or modes of this machine: the same files make the same bytes."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, data in sorted(bundle.files.items()):
             member = tarfile.TarInfo(name)
             member.size = len(data)

@@ -3,22 +3,22 @@
 Nothing heavy is imported before a command needs it, so that `--help` and completion answer at once.
 """
 
+import io
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dflashctl.errors import DflashctlError, ExitCode, HostError, UsageError
+from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, StdoutClosed, UsageError
 
 if TYPE_CHECKING:
     from dflashctl.hosts import Host, Hosts
-    from dflashctl.launch import Launched
     from dflashctl.render import Renderer
     from dflashctl.runs import History, RunRecord
     from dflashctl.session import HostSession
@@ -51,13 +51,16 @@ class Context:
     history: "History"
     out: "Renderer"
 
-    def host(self, flag: str | None, experiment: str | None = None) -> "tuple[Host, str]":
-        """The host and where its name came from: flag, DFLASHCTL_HOST, experiment, default."""
+    def host_name(self, flag: str | None, experiment: str | None = None) -> tuple[str, str]:
+        """The host's name and where it came from: flag, DFLASHCTL_HOST, experiment, default."""
         variable = os.environ.get("DFLASHCTL_HOST")
-        for name, source in ((flag, "--host"), (variable, "DFLASHCTL_HOST"), (experiment, "experiment")):
-            if name:
-                return self.hosts.get(name), source
-        return self.hosts.get(self.hosts.default), "default"
+        named = ((flag, "--host"), (variable, "DFLASHCTL_HOST"), (experiment, "experiment"), (self.hosts.default, "default"))
+        return next((name, source) for name, source in named if name)
+
+    def host(self, flag: str | None, experiment: str | None = None) -> "tuple[Host, str]":
+        """The host itself; raises ConfigurationError where hosts.yaml does not have it."""
+        name, source = self.host_name(flag, experiment)
+        return self.hosts.get(name), source
 
     @contextmanager
     def session(self, host: "Host") -> "Iterator[HostSession]":
@@ -92,8 +95,10 @@ class Context:
 
     @property
     def experiments(self) -> Path:
-        """The folder of experiments: beside hosts.yaml, else here."""
-        return (self.hosts.path.parent if self.hosts.path else Path.cwd()) / "experiments"
+        """The nearest folder `experiments`, here or above, else where one would be beside hosts.yaml."""
+        here = Path.cwd()
+        beside = self.hosts.path.parent if self.hosts.path else here
+        return next((f for p in (here, *here.parents) if (f := p / "experiments").is_dir()), beside / "experiments")
 
 
 def _context(as_json: bool) -> Context:
@@ -105,7 +110,8 @@ def _context(as_json: bool) -> Context:
     hosts = load_hosts(os.environ, Path.cwd())
     if hosts.path is None:
         out.note(f"no hosts.yaml here or above: using the built-in host 'local', root {hosts.get('local').root}")
-    return Context(hosts, History(state_directory(os.environ)), out)
+    places = {name: host.place for name, host in hosts.hosts.items()}
+    return Context(hosts, History(state_directory(os.environ), places), out)
 
 
 @app.command()
@@ -167,7 +173,7 @@ def launch(
             if as_json:
                 ctx.out.document(started.document())
             return
-        _follow(ctx, session, _record_of(ctx, started), 0, started.document())
+        _follow(ctx, session, ctx.history.find(f"{started.host}:{started.run}"), 0, started.document())
 
 
 def _progress(out: "Renderer") -> Any:
@@ -178,10 +184,6 @@ def _progress(out: "Renderer") -> Any:
             out.note("GPUs " + ", ".join(f"{gpu.index} ({gpu.name})" for gpu in value) + ": idle")
 
     return report
-
-
-def _record_of(ctx: Context, started: "Launched") -> "RunRecord":
-    return ctx.history.find(f"{started.host}:{started.run}")
 
 
 def _follow(
@@ -195,13 +197,14 @@ def _follow(
     """Show the log until the run ends; exit 0 if it exited 0, else 1. Ctrl-C leaves the run alone."""
     from dflashctl import render, watch
 
+    def lost(error: DflashctlError) -> None:
+        ctx.out.note(f"{error}; connecting again")
+
     try:
-        state = watch.follow(session, record.run or "", ctx.out.log, offset, lines)
+        state = watch.follow(session, record, ctx.out.log, lost, offset, lines)
     except KeyboardInterrupt:
-        ctx.out.note(
-            f"\n{record.name} goes on; dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
-        )
-        raise
+        hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
+        raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
     watch.remember(ctx.history, record, state)
     ctx.out.note(f"{record.name} {render.describe(state)}")
     if ctx.out.as_json:
@@ -217,19 +220,29 @@ def tail(
     as_json: Json = False,
 ) -> None:
     """Show a run's log; ends with the run. Ctrl-C leaves the run alone."""
-    from dflashctl import watch
-
     ctx = _context(as_json)
     host, record = ctx.find(run)
     with ctx.session(host) as session:
         if not no_follow:
             _follow(ctx, session, record, None, {}, lines)
-        chunk = watch.look(session, record.run or "", None, lines)
+        state = _show_tail(ctx, session, record, lines)
     if as_json:
-        shown = chunk.data.decode(errors="replace").splitlines()
-        ctx.out.document({"host": record.host, "tag": record.tag, **chunk.state, "log": chunk.log, "lines": shown})
-    else:
-        ctx.out.log(chunk.data)
+        ctx.out.document({"host": record.host, "tag": record.tag, **state})
+
+
+def _show_tail(ctx: Context, session: "HostSession", record: "RunRecord", lines: int) -> dict[str, Any]:
+    """The last lines as they are now; with --json they are a list in the document."""
+    from dflashctl import watch
+
+    shown, chunk = b"", watch.look(session, record, None, lines)
+    while True:
+        if ctx.out.as_json:
+            shown += chunk.data
+        else:
+            ctx.out.log(chunk.data)
+        if len(chunk.data) < watch.LOOK_BYTES:
+            return {**chunk.state, "log": chunk.log, "lines": shown.decode(errors="replace").splitlines()}
+        chunk = watch.look(session, record, chunk.offset)
 
 
 @app.command()
@@ -239,15 +252,13 @@ def status(run: Run = None, as_json: Json = False) -> None:
 
     ctx = _context(as_json)
     host, record = ctx.find(run)
-    try:
-        with ctx.session(host) as session:
-            state = watch.status(session, record)
-    except HostError as error:
-        state = watch.unknown(record, error)
+    with ctx.session(host) as session:
+        state, code = watch.status(session, record)
     if as_json:
         ctx.out.document(state)
     else:
         render.status(ctx.out, state)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -280,13 +291,15 @@ def runs(
     """List runs, newest first, as this machine remembers them."""
     ctx = _context(as_json)
     failed: list[tuple[str, DflashctlError]] = []
+    asked = [ctx.hosts.get(host)] if host else list(ctx.hosts.hosts.values())
     if refresh:
-        for place in [ctx.hosts.get(host)] if host else ctx.hosts.hosts.values():
+        for place in asked:
             try:
                 ctx.refresh(place)
             except DflashctlError as error:
                 failed.append((place.name, error))
     found = [r for r in ctx.history.records() if r.run and host in (None, r.host)][:limit]
+    worst = max((problem.exit_code for _, problem in failed), default=ExitCode.OK)
     for name, problem in failed:
         ctx.out.note(f"warning: {name}: {problem}")
     if ctx.history.torn_lines:
@@ -296,9 +309,10 @@ def runs(
         listed = [{name: getattr(record, name) for name in names} for record in found]
         errors = [{"host": name, "message": str(problem)} for name, problem in failed]
         ctx.out.document({"runs": listed, "errors": errors})
-        return
+        raise typer.Exit(worst)
     rows = [(r.run, r.host, r.state, r.exit_code, r.created_at, (r.hypothesis or "").strip()) for r in found]
     ctx.out.table(("run", "host", "state", "exit", "launched", "hypothesis"), rows)
+    raise typer.Exit(worst)
 
 
 @app.command()
@@ -330,8 +344,11 @@ def _survey(ctx: Context, places: "list[Host]") -> tuple[list[dict[str, Any]], i
 
     documents, worst = [], ExitCode.OK
     for place in places:
-        with ctx.session(place) as session:
-            document, code = survey(session)
+        try:
+            with ctx.session(place) as session:
+                document, code = survey(session)
+        except DflashctlError as error:
+            document, code = {"host": place.name, "error": str(error), "note": None, "gpus": []}, error.exit_code
         documents.append(document)
         worst = max(worst, code)
     return documents, worst
@@ -341,6 +358,7 @@ def _survey(ctx: Context, places: "list[Host]") -> tuple[list[dict[str, Any]], i
 def show(
     tag: Annotated[str, typer.Argument(help="The experiment.")],
     experiment: File = None,
+    host: HostName = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
@@ -349,12 +367,13 @@ def show(
 
     ctx = _context(as_json)
     loaded = load_experiment(check_tag(tag), experiment or ctx.experiments, sets or [])
-    place, source = ctx.host(None, loaded.host)
-    rows = [(key, value, origin) for key, value, origin in describe(loaded)]
+    name, source = ctx.host_name(host, loaded.host)
+    rows = describe(loaded)
     if as_json:
         values = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
-        ctx.out.document({"tag": tag, "host": place.name, "host_from": source, "values": values})
+        ctx.out.document({"tag": tag, "host": name, "host_from": source, "values": values})
     else:
+        ctx.out.note(f"would run on host {name} ({source})")
         ctx.out.table(("key", "value", "from"), rows)
 
 
@@ -369,6 +388,8 @@ def main() -> NoReturn:
 
 def _run(args: list[str]) -> int:
     as_json = "--json" in args
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a log may hold what this terminal cannot show
     try:
         code = app(args=args, prog_name="dflashctl", standalone_mode=False)
     except DflashctlError as error:
@@ -376,10 +397,17 @@ def _run(args: list[str]) -> int:
     except _WrongArguments as error:
         return _failed(as_json, _usage(error))
     except (KeyboardInterrupt, typer.Abort):
-        return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that closing stdout does not complain again
+        return _failed(as_json, InterruptedByUser("interrupted"))
+    except StdoutClosed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter does not complain again when it ends
         return ExitCode.OK
+    except Exception as error:
+        if os.environ.get("DFLASHCTL_DEBUG"):
+            raise
+        sentence = f"{type(error).__name__}: {error}"
+        return _failed(as_json, DflashctlError(sentence, hint="a fault of dflashctl; DFLASHCTL_DEBUG=1 shows where"))
+    if code == ExitCode.INTERRUPTED:  # typer has turned Ctrl-C into its code
+        return _failed(as_json, InterruptedByUser("interrupted"))
     return int(code or 0)
 
 
@@ -391,5 +419,6 @@ def _usage(error: Any) -> UsageError:
 def _failed(as_json: bool, error: DflashctlError) -> int:
     from dflashctl.render import Renderer
 
-    Renderer(as_json).failure(error)
+    with suppress(StdoutClosed, OSError, ValueError):
+        Renderer(as_json).failure(error)
     return error.exit_code

@@ -6,7 +6,7 @@ its source (pve-container, src/PVE/CLI/pct.pm): its exit codes say nothing, so i
 
 from dataclasses import dataclass
 
-from dflashctl.errors import ContainerError
+from dflashctl.errors import ContainerError, ContainerStoppedError
 from dflashctl.hosts import Container, Host
 
 _PCT = "/usr/sbin/pct"  # /usr/sbin may be missing from the PATH of an ssh session
@@ -26,15 +26,17 @@ class Gateway:
 
     def refusal(self, host: Host, said: str, facts: dict[str, str]) -> ContainerError | None:
         """The error that stderr `said` stands for, or None; `facts` is what `inquiry` found, empty if it was not asked."""
-        number, name = self.container.id, host.name
+        number, name, machine = self.container.id, host.name, host.ssh or "this machine"
         if f"container '{number}' not running!" in said:
-            return ContainerError(f"host {name}: container {number} is stopped", hint=f"on {host.ssh}: pct start {number}")
+            return ContainerStoppedError(
+                f"host {name}: container {number} is stopped", hint=f"on {machine}: pct start {number}"
+            )
         if f"lxc/{number}.conf' does not exist" in said:
             return self._elsewhere(host, facts.get("node", ""))
         if facts.get("freezer"):
             return ContainerError(
                 f"host {name}: container {number} is frozen ({facts['freezer']}): a backup in suspend mode, or lxc-freeze",
-                hint=f"on {host.ssh}: wait for the backup, or lxc-unfreeze -n {number}",
+                hint=f"on {machine}: wait for the backup, or lxc-unfreeze -n {number}",
             )
         return self._no_right(host, said)
 

@@ -63,6 +63,10 @@ class ContainerError(DflashctlError):
     code = "container"
 
 
+class ContainerStoppedError(ContainerError):
+    """The container is not running: whatever ran in it is gone."""
+
+
 class GpuBusyError(DflashctlError):
     """GPUs are in use."""
 
@@ -105,8 +109,19 @@ class StopIncompleteError(DflashctlError):
     code = "stop_incomplete"
 
 
+class InterruptedByUser(DflashctlError):
+    """Ctrl-C."""
+
+    exit_code = ExitCode.INTERRUPTED
+    code = "interrupted"
+
+
 class RemoteTimeoutError(DflashctlError):
     """The host did not answer in time."""
 
     exit_code = ExitCode.TIMEOUT
     code = "timeout"
+
+
+class StdoutClosed(Exception):
+    """Whoever read our output has had enough: no error of anybody's."""

@@ -5,6 +5,7 @@ default, spelled here; what is wrong in the file is refused with file, key, allo
 connects to nothing; any thread may call it.
 """
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -57,6 +58,12 @@ class Host:
     env: Mapping[str, str] = field(default_factory=dict)
     """Extra environment of a run."""
     idle: Idle = Idle()
+
+    @property
+    def place(self) -> str:
+        """Where its runs are, whatever it is called: two roots named `local` are two places."""
+        inside = f"{self.container.kind}-{self.container.id}:" if self.container else ""
+        return f"{self.ssh or 'local'}:{inside}{self.root}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,9 +186,10 @@ def _root(where: str, value: object, folder: Path | None) -> str:
     if folder:
         path = path.expanduser() if text.startswith("~/") else folder / path
     # a folder that is really named ~ invites somebody to delete his home with it
-    if not path.is_absolute() or path == Path("/") or text == "~" or "\n" in text:
+    plain = os.path.normpath(path)
+    if not path.is_absolute() or plain == "/" or text == "~" or "\n" in text:
         raise ConfigurationError(f"{where} must be an absolute path other than /, got {strict_yaml.shown(text)}")
-    return str(path)
+    return plain
 
 
 def _python(where: str, value: object) -> str:

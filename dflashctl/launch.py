@@ -9,17 +9,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflashctl import placement
-from dflashctl.bundle import Deployment, deploy, pack
-from dflashctl.errors import EnvironmentFault, StartupDeath, StopIncompleteError
+from dflashctl.bundle import deploy, pack
+from dflashctl.errors import (
+    ConfigurationError,
+    ContainerStoppedError,
+    DflashctlError,
+    EnvironmentFault,
+    GpuBusyError,
+    HostError,
+    InterruptedByUser,
+    RemoteTimeoutError,
+    StartupDeath,
+    StopIncompleteError,
+)
 from dflashctl.experiment import Experiment
-from dflashctl.gpus import Gpu
+from dflashctl.gpus import Gpu, GpuReport, judge
 from dflashctl.runs import History, RunRecord
 from dflashctl.session import HostSession
-from dflashctl.watch import query_gpus
+from dflashctl.watch import query_gpus, status
 
 _STOP_MARGIN_S = 40.0
 _LOG_LINES = 20
 _LAUNCH_MARGIN_S = 60.0
+_FIND_S = 45.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +63,23 @@ class Launched:
     cleared_cache: str | None
     watched_s: float
     lines: list[str]
-    offset: int
 
     def document(self) -> dict[str, Any]:
         """For --json."""
-        names = ("run", "tag", "host", "pid", "log", "run_dir", "state", "exit_code", "release", "warning", "watched_s")
+        names = (
+            "run",
+            "tag",
+            "host",
+            "pid",
+            "log",
+            "run_dir",
+            "state",
+            "exit_code",
+            "release",
+            "warning",
+            "cleared_cache",
+            "watched_s",
+        )
         return {name: getattr(self, name) for name in names} | {"gpus": _named(self.gpus)}
 
 
@@ -70,26 +94,24 @@ def launch(
     """Deploy if stale, check GPUs, start detached, watch the start-up window.
 
     `report(what, value)` is told of each step as it ends ("deployed", "gpus"). Raises GpuBusyError, GpuUnknownError,
-    EnvironmentFault and StartupDeath; every one of them leaves what is on the host as it was, apart from a new release.
+    EnvironmentFault, StartupDeath and InterruptedByUser; a refusal changes nothing on the host but its release.
     """
-    release = _release(session, options, environ, report)
-    chosen = _gpus(session, experiment, options)
-    report("gpus", chosen)
+    if "run.root" in experiment.origins:
+        raise ConfigurationError("run.root is the host's root and set by launch; take it out of the experiment and of --set")
     record = RunRecord(
         launch_id=secrets.token_hex(8),
         host=session.host.name,
+        place=session.host.place,
         tag=experiment.tag,
         created_at=_now(),
-        release=release,
         hypothesis=experiment.hypothesis,
     )
     history.append(record)  # before anything is sent: a lost link then leaves something to look for
-    request = _request(session, experiment, options, record, chosen)
+    record = replace(record, release=_release(session, options, environ, report))
     try:
-        answer = session.call("runs", "launch", request, timeout_s=options.startup_seconds + _LAUNCH_MARGIN_S)
-    except EnvironmentFault:
-        history.append(replace(record, state="refused"))
-        raise
+        chosen, answer = _start(session, experiment, options, record, report)
+    except (KeyboardInterrupt, HostError, RemoteTimeoutError) as error:
+        chosen, answer = _adopt(session, record, history, error)
     history.append(replace(record, run=answer["run"], state=answer["state"], exit_code=answer["exit_code"]))
     launched = _launched(session, experiment, record, chosen, answer)
     if answer["state"] not in ("running", "starting") and answer["exit_code"] != 0:
@@ -98,23 +120,76 @@ def launch(
 
 
 def _release(session: HostSession, options: Options, environ: Mapping[str, str], report: Callable[[str, object], None]) -> str:
-    bundle = pack(environ)
-    deployment: Deployment = deploy(session, bundle, dry_run=options.no_deploy)
-    if not options.no_deploy:
-        report("deployed", deployment)
-        return deployment.release
-    if deployment.previous is None:
-        raise EnvironmentFault(
-            f"host {session.host.name} has no release to launch", hint=f"dflashctl deploy {session.host.name}"
-        )
-    return deployment.previous
+    if options.no_deploy:
+        active: str | None = session.call("releases", "current", {"root": session.host.root})["release"]
+        if active is None:
+            name = session.host.name
+            raise EnvironmentFault(f"host {name} has no release to launch", hint=f"dflashctl deploy {name}")
+        return active
+    deployment = deploy(session, pack(environ))
+    report("deployed", deployment)
+    return deployment.release
 
 
-def _gpus(session: HostSession, experiment: Experiment, options: Options) -> tuple[Gpu, ...]:
-    if not experiment.config.uses_cuda:
-        return ()
+def _start(
+    session: HostSession,
+    experiment: Experiment,
+    options: Options,
+    record: RunRecord,
+    report: Callable[[str, object], None],
+) -> tuple[tuple[Gpu, ...], dict[str, Any]]:
+    """Choose GPUs and start. Where another launch was faster and only a number was asked for, choose among the rest."""
     wanted = options.gpus if options.gpus is not None else experiment.gpus
-    return placement.choose(query_gpus(session), session.host, wanted, experiment.config.num_gpus)
+    needed = experiment.config.num_gpus
+    found = query_gpus(session) if needed else GpuReport()
+    while True:
+        chosen = placement.choose(found, session.host, wanted, needed)
+        report("gpus", chosen)
+        request = _request(session, experiment, options, record, chosen)
+        try:
+            return chosen, session.call("runs", "launch", request, timeout_s=options.startup_seconds + _LAUNCH_MARGIN_S)
+        except GpuBusyError as error:
+            left = tuple(gpu for gpu in found.gpus if gpu.uuid not in error.details["taken"])  # type: ignore[operator]
+            idle = [gpu for gpu in left if judge(gpu, session.host.idle).state == "idle"]
+            if isinstance(wanted, tuple) or len(idle) < (wanted or needed):
+                raise
+            found = replace(found, gpus=left)
+
+
+def _adopt(
+    session: HostSession, record: RunRecord, history: History, cause: BaseException
+) -> tuple[tuple[Gpu, ...], dict[str, Any]]:
+    """The run that a broken call may have started, looked for by its launch id; a launch is never sent twice."""
+    doubt = f"whether it started is not known; `dflashctl runs --refresh --host {session.host.name}` tells later"
+    request = {"root": session.host.root, "launch_id": record.launch_id}
+    try:
+        session.reconnect()
+        found = session.call("runs", "find", request, timeout_s=_FIND_S)["run"]
+    except DflashctlError:
+        raise _broken(cause, doubt) from None
+    if found is None:
+        raise _broken(cause, "nothing was started") from None
+    state = found["state"]
+    history.append(replace(record, run=state["run"], state=state["state"], exit_code=state["exit_code"]))
+    if isinstance(cause, KeyboardInterrupt):
+        raise InterruptedByUser(
+            f"{state['run']} has started on {record.host} and goes on", hint=f"dflashctl tail {state['run']}"
+        )
+    gpus = tuple(Gpu(**gpu) for gpu in found["record"].get("gpus", []))
+    extra: dict[str, Any] = {
+        "warning": f"{cause}; the run was found by its launch id",
+        "cleared_cache": None,
+        "watched_s": 0.0,
+        "lines": [],
+    }
+    return gpus, {**state, "run_dir": found["run_dir"], "log": found["log"], **extra}
+
+
+def _broken(cause: BaseException, then: str) -> DflashctlError:
+    if isinstance(cause, KeyboardInterrupt):
+        return InterruptedByUser(f"interrupted; {then}")
+    assert isinstance(cause, DflashctlError)
+    return type(cause)(f"{cause}; {then}")
 
 
 def _request(
@@ -172,7 +247,6 @@ def _launched(
                 "cleared_cache",
                 "watched_s",
                 "lines",
-                "offset",
             )
         },
     )
@@ -192,8 +266,12 @@ def _death(launched: Launched) -> StartupDeath:
 
 def stop(session: HostSession, record: RunRecord, history: History, grace_s: float) -> dict[str, Any]:
     """TERM, grace, KILL over the whole tree; raises StopIncompleteError naming what survived."""
-    request = {"root": session.host.root, "run": record.run, "by": _who(), "grace_s": grace_s}
-    answer: dict[str, Any] = session.call("stop", "stop", request, timeout_s=grace_s + _STOP_MARGIN_S)
+    request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id, "by": _who(), "grace_s": grace_s}
+    try:
+        answer: dict[str, Any] = session.call("stop", "stop", request, timeout_s=grace_s + _STOP_MARGIN_S)
+    except ContainerStoppedError:
+        state, _ = status(session, record)
+        return {"already": True, **state}
     state = answer["state"]
     if answer["survivors"]:
         names = ", ".join(f"pid {p['pid']} ({p['name']}, state {p['state']})" for p in answer["survivors"])
@@ -202,6 +280,8 @@ def stop(session: HostSession, record: RunRecord, history: History, grace_s: flo
             hint="a process in state D waits for the driver: the host may need a reset",
             details={"run": record.run, "host": record.host, "survivors": answer["survivors"]},
         )
+    if state["state"] in ("running", "starting"):
+        raise StopIncompleteError(f"{record.name} is still {state['state']}", hint="try again in a moment")
     if state["state"] != record.state:
         history.append(replace(record, state=state["state"], exit_code=state["exit_code"]))
     return {"host": record.host, "tag": record.tag, "already": answer["already"], **state}

@@ -10,15 +10,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from dflashctl.errors import DflashctlError, EnvironmentFault, StdoutClosed
 
-from dflashctl.bundle import Deployment
-from dflashctl.errors import DflashctlError
-from dflashctl.launch import Launched
+if TYPE_CHECKING:
+    from dflashctl.bundle import Deployment
+    from dflashctl.launch import Launched
 
 _COLOURS = {
     "idle": "green",
@@ -39,28 +37,28 @@ class Renderer:
     def __init__(self, as_json: bool) -> None:
         """Decide once where log bytes go and whether stdout is a terminal."""
         self.as_json = as_json
-        self.is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self.is_terminal = bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def note(self, text: str) -> None:
         """Progress, a warning or a hint, on stderr."""
-        sys.stderr.write(printable(text) + "\n")
-        sys.stderr.flush()
+        if sys.stderr:
+            sys.stderr.write(printable(text) + "\n")
+            sys.stderr.flush()
 
     def document(self, content: dict[str, Any]) -> None:
         """The one JSON document."""
-        sys.stdout.write(json.dumps({"schema": 1} | content, indent=1) + "\n")
+        _write(sys.stdout, json.dumps({"schema": 1} | content, indent=1) + "\n")
 
     def line(self, text: str) -> None:
         """One line of the answer."""
-        sys.stdout.write(printable(text) + "\n")
+        _write(sys.stdout, printable(text) + "\n")
 
     def log(self, data: bytes) -> None:
         """Log bytes as they come; a character split between two chunks is put together, control sequences are left out."""
         stream = sys.stderr if self.as_json else sys.stdout
         text = self._decoder.decode(data)
-        stream.write(_CONTROL.sub("", text) if stream.isatty() else text)
-        stream.flush()
+        _write(stream, _CONTROL.sub("", text) if stream and stream.isatty() else text)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Rows of values; None reads `-`, and a state has its colour on a terminal."""
@@ -69,6 +67,10 @@ class Renderer:
             for row in texts:
                 self.line("\t".join(text.replace("\t", " ").replace("\n", " ") for text in row))
             return
+        from rich.console import Console  # a tenth of a second that only terminals need
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(*columns, box=None, pad_edge=False)
         for row in texts:
             table.add_row(*(Text(text, style=_COLOURS.get(text, "")) for text in row))
@@ -84,12 +86,25 @@ class Renderer:
             self.note(f"hint: {error.hint}")
 
 
+def _write(stream: TextIO | None, text: str) -> None:
+    """Write at once; raises StdoutClosed where nobody reads any more, EnvironmentFault where it cannot be written."""
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        raise StdoutClosed from None
+    except OSError as error:
+        raise EnvironmentFault(f"the output cannot be written: {error.strerror}") from None
+
+
 def printable(text: str) -> str:
     """Text without control sequences: what a host sends must not drive this terminal."""
     return _CONTROL.sub("", text)
 
 
-def deployment(out: Renderer, done: Deployment) -> None:
+def deployment(out: Renderer, done: "Deployment") -> None:
     """What a deploy did, for people."""
     if done.uploaded_bytes == 0 and not done.changed:
         out.line(f"{done.host}: nothing to do, release {done.release} is active and intact ({done.files} files)")
@@ -104,7 +119,7 @@ def deployment(out: Renderer, done: Deployment) -> None:
         out.line(f"  {path}")
 
 
-def launched(out: Renderer, done: Launched) -> None:
+def launched(out: Renderer, done: "Launched") -> None:
     """A run that is under way, and what to type next."""
     if done.warning:
         out.note(f"warning: {done.warning}")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dflashctl.errors import ConfigurationError, EnvironmentFault, RunNotFoundError
+from dflashctl.errors import EnvironmentFault, RunNotFoundError
 
 _RUN = re.compile(r"(?:(?P<host>[^:\s]+):)?(?P<run>[a-z0-9][a-z0-9_-]*)")
 
@@ -24,6 +24,7 @@ class RunRecord:
 
     launch_id: str
     host: str
+    place: str
     tag: str
     created_at: str
     run: str | None = None
@@ -49,9 +50,10 @@ def state_directory(environ: Mapping[str, str]) -> Path:
 class History:
     """history.jsonl; several command lines may write at once."""
 
-    def __init__(self, directory: Path) -> None:
-        """Use `directory`, made on the first write."""
+    def __init__(self, directory: Path, places: Mapping[str, str]) -> None:
+        """Use `directory`, made on the first write; of what it holds, the runs of `places` (host name -> place) are seen."""
         self._path = directory / "history.jsonl"
+        self._places = places
         self.torn_lines = 0
 
     def append(self, record: RunRecord) -> None:
@@ -85,7 +87,8 @@ class History:
                 self.torn_lines += 1
             else:
                 latest[record.launch_id] = record
-        return sorted(latest.values(), key=lambda r: r.created_at, reverse=True)
+        seen = [record for record in latest.values() if self._places.get(record.host) == record.place]
+        return sorted(seen, key=lambda r: r.created_at, reverse=True)
 
     def merge(self, host: str, found: Sequence[Mapping[str, Any]]) -> None:
         """Take in what a host says of its runs: `found` is [{record, state}]; lines are added only for what changed."""
@@ -97,6 +100,7 @@ class History:
             new = RunRecord(
                 launch_id=launch_id,
                 host=host,
+                place=self._places[host],
                 tag=str(record.get("tag")),
                 created_at=old.created_at if old else str(record.get("launched_at")),
                 run=str(record.get("run")),
@@ -108,9 +112,17 @@ class History:
             if new != old:
                 self.append(new)
 
+    def _newest_of_each_name(self) -> list[RunRecord]:
+        """A run folder that was deleted gives its name to nobody, but a deleted root does: the newest launch has it."""
+        named: dict[str, RunRecord] = {}
+        for record in self.records():
+            if record.run:
+                named.setdefault(record.name, record)
+        return list(named.values())
+
     def find(self, text: str | None) -> RunRecord:
         """RUN as people write it: exact id, else unique prefix, else HOST:RUN; None: the newest."""
-        records = [record for record in self.records() if record.run]
+        records = self._newest_of_each_name()
         if text is None:
             if not records:
                 raise RunNotFoundError("no run yet", hint="dflashctl launch --tag TAG, or dflashctl runs --refresh")
@@ -129,6 +141,12 @@ class History:
         raise RunNotFoundError(f"'{text}' could be any of {names}", hint="name one of them")
 
 
+def _is_record(values: Any) -> bool:
+    required = all(isinstance(values.get(name), str) for name in ("launch_id", "host", "place", "tag", "created_at"))
+    optional = all(isinstance(values.get(name), str | None) for name in ("run", "release", "hypothesis", "state"))
+    return required and optional and isinstance(values.get("exit_code"), int | None)
+
+
 def _ends_a_line(file: Any) -> bool:
     file.seek(-1, os.SEEK_END)
     return bool(file.read(1) == b"\n")
@@ -137,13 +155,9 @@ def _ends_a_line(file: Any) -> bool:
 def _parse(line: bytes) -> RunRecord | None:
     try:
         values = json.loads(line)
-        return RunRecord(**{f.name: values[f.name] for f in fields(RunRecord)})
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, RecursionError):
         return None
-
-
-def known_host(record: RunRecord, names: Sequence[str]) -> str:
-    """The record's host, if hosts.yaml still has it; raises ConfigurationError."""
-    if record.host not in names:
-        raise ConfigurationError(f"run {record.run} was launched on host {record.host}, which hosts.yaml no longer has")
-    return record.host
+    if not isinstance(values, dict) or not _is_record(values):
+        return None
+    known: dict[str, Any] = {f.name: values.get(f.name) for f in fields(RunRecord)}
+    return RunRecord(**known)

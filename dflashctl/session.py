@@ -56,6 +56,10 @@ class HostSession:
         """Give the connection back."""
         self._remote.close()
 
+    def reconnect(self) -> None:
+        """Drop the connection; the next call opens a new one."""
+        self._remote.close()
+
     def script(self, text: str, payload: bytes = b"", timeout_s: float = CALL_S, outside: bool = False) -> Completed:
         """Run a POSIX sh script where the trainer lives (`outside`: on the machine around the container).
 

@@ -7,20 +7,22 @@ are drained together (its 2 MiB window would stop the other side), and no wait i
 """
 
 import contextlib
+import logging
+import queue
 import shlex
 import shutil
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import paramiko
 from fabric import Config, Connection
-from paramiko.hostkeys import HostKeyEntry, HostKeys
+from paramiko.hostkeys import HostKeyEntry, HostKeys, InvalidHostKey
 
 from dflashctl.errors import HostError, RemoteTimeoutError
 from dflashctl.remote import Completed
@@ -30,6 +32,8 @@ OPENING_S = 15.0
 _SILENCE_S = 5.0
 _DEAD_S = 15.0
 _CHUNK = 1 << 16
+# paramiko's thread logs a traceback for what it also raises; the sentence made of that is enough
+logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +62,7 @@ def resolve(target: str, name: str) -> Destination:
     hostname, port = one.get("hostname", target), int(one.get("port", "22"))
     timeout = one.get("connecttimeout", "none")
     jump, command = one.get("proxyjump", "none"), one.get("proxycommand", "none")
-    files = [*one.get("userknownhostsfile", "~/.ssh/known_hosts").split(), *one.get("globalknownhostsfile", "").split()]
+    files = shlex.split(f"{one.get('userknownhostsfile', '~/.ssh/known_hosts')} {one.get('globalknownhostsfile', '')}")
     return Destination(
         alias=target,
         hostname=hostname,
@@ -128,11 +132,40 @@ class SshRemote:
         return self._destination.user
 
     def exchange(self, argv: Sequence[str], stdin: bytes, opening: bytes, timeout_s: float) -> Completed:
-        """Run `argv` through the login shell there; see Remote."""
+        """Run `argv` through the login shell there; see Remote.
+
+        It happens in a thread: Ctrl-C in the middle of paramiko would leave its locks held, and closing would wait for them.
+        """
+        outcome: queue.SimpleQueue[Completed | BaseException] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put(self._exchange(argv, stdin, opening, timeout_s))
+            except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+                outcome.put(error)
+
+        threading.Thread(target=run, name="ssh-exchange", daemon=True).start()
+        try:
+            done = outcome.get()
+        except KeyboardInterrupt:
+            self._abandon()
+            raise
+        if isinstance(done, BaseException):
+            raise done
+        return done
+
+    def _abandon(self) -> None:
+        """Pull the plug: only the first connection has a socket of this machine, and all others go through it."""
+        for connection in self._connections[:1]:
+            if connection.transport:
+                connection.transport.sock.close()
+        self._connections.clear()
+
+    def _exchange(self, argv: Sequence[str], stdin: bytes, opening: bytes, timeout_s: float) -> Completed:
         transport = self._transport()
         try:
             channel = transport.open_session(timeout=CONNECT_S)
-            channel.exec_command(shlex.join(argv))
+            _within(CONNECT_S, lambda: channel.exec_command(shlex.join(argv)))
         except (paramiko.SSHException, OSError, EOFError) as error:
             how = "stopped answering" if "Timeout" in str(error) else "broke the connection"
             raise HostError(f"host {self._name} {how}: {error}") from error
@@ -163,6 +196,8 @@ class SshRemote:
     def _open(self, destination: Destination, gateway: Connection | str | None) -> Connection:
         _refuse_unchecked(destination, self._name)
         keys: dict[str, Any] = {"key_filename": list(destination.keys)} if destination.keys else {}
+        if destination.only_keys and (held := _held_by_agent(destination.keys)):
+            keys = {"pkey": held}
         connection = Connection(
             destination.hostname,
             user=destination.user,
@@ -186,11 +221,40 @@ class SshRemote:
         return connection
 
 
+def _held_by_agent(key_files: Sequence[str]) -> paramiko.PKey | None:
+    """The agent's key whose public half lies beside one of the named files: IdentitiesOnly allows it, paramiko forgets it."""
+    blobs = set()
+    for file in key_files:
+        with contextlib.suppress(OSError, IndexError):
+            blobs.add(Path(file.removesuffix(".pub") + ".pub").read_text().split()[1])
+    agent = paramiko.Agent()
+    return next((key for key in agent.get_keys() if key.get_base64() in blobs), None)
+
+
 def _expand(destination: Destination) -> str:
     command = destination.proxy_command or ""
     for token, value in (("%h", destination.hostname), ("%p", str(destination.port)), ("%r", destination.user), ("%%", "%")):
         command = command.replace(token, value)
     return command
+
+
+def _within(seconds: float, act: Callable[[], None]) -> None:
+    """`act`, which paramiko lets wait for ever; raises SSHException when it has not ended in time."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            act()
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="ssh-exec", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise paramiko.SSHException(f"Timeout after {seconds:.0f} s")
+    if raised:
+        raise raised[0]
 
 
 class _Talk:
@@ -292,17 +356,35 @@ def _know_keys(client: paramiko.SSHClient, destination: Destination) -> None:
     looked_up = destination.hostname if destination.port == 22 else f"[{destination.hostname}]:{destination.port}"
     known = client.get_host_keys()
     for path in destination.known_hosts:
-        for entry in _entries(path, destination.key_name):
-            known.add(looked_up, entry.get_name(), entry)
+        for key in _keys_in(path, destination.key_name):
+            if looked_up not in known or key.get_name() not in known[looked_up]:
+                known.add(looked_up, key.get_name(), key)
     client.set_missing_host_key_policy(_Policy(destination))
 
 
-def _entries(path: Path, name: str) -> list[paramiko.PKey]:
+def _keys_in(path: Path, name: str) -> Iterator[paramiko.PKey]:
+    """Keys that one known_hosts file has for a name. Lines that cannot be read, of other hosts mostly, are passed over."""
     try:
-        found = HostKeys(str(path)).lookup(name)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return []
-    return [key for kind in (found or {}) if (key := found[kind]) is not None] if found else []
+        return
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith(("#", "@cert-authority")):
+            continue
+        revoked = line.lstrip().startswith("@revoked")
+        entry = None
+        with contextlib.suppress(paramiko.SSHException, ValueError, InvalidHostKey):
+            entry = HostKeyEntry.from_line(line.lstrip().removeprefix("@revoked").lstrip())
+        if entry is None or entry.key is None or not _is_named(entry, name):
+            continue
+        if revoked:
+            raise HostError(f"{path} says that this key of {name} is revoked: {entry.key.get_name()}")
+        yield entry.key
+
+
+def _is_named(entry: HostKeyEntry, name: str) -> bool:
+    """Whether a line is about `name`, written out or hashed (HashKnownHosts)."""
+    return any(n == name or (n.startswith("|1|") and HostKeys.hash_host(name, n) == n) for n in entry.hostnames or ())
 
 
 class _UnknownKey(paramiko.SSHException):
@@ -324,6 +406,8 @@ class _Policy(paramiko.MissingHostKeyPolicy):
             raise _UnknownKey(key)
         name = self._destination.key_name
         path = self._destination.known_hosts[0]
+        if path == Path("/dev/null"):
+            raise _UnknownKey(key)  # accept-new without a memory would accept any key every time
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         line = HostKeyEntry([HostKeys.hash_host(name) if self._destination.hash_names else name], key).to_line()
         with path.open("a", encoding="ascii") as file:

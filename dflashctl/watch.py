@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dflashctl.errors import DflashctlError, ExitCode, HostError, RemoteTimeoutError
+from dflashctl.errors import ContainerError, ContainerStoppedError, DflashctlError, ExitCode, HostError, RemoteTimeoutError
 from dflashctl.gpus import GpuReport, judge, parse_query, query_script
 from dflashctl.runs import History, RunRecord
 from dflashctl.session import HostSession
 
+RECONNECT_S = 120.0
+_RETRY_S = 1.0
 _WAIT_S = 10.0
+LOOK_BYTES = 1 << 20
 _PAUSE_S = 0.3
 _GPU_QUERY_S = 45.0
 _ENDED = frozenset({"exited", "killed", "stopped", "lost"})
@@ -32,19 +35,35 @@ class Chunk:
         return not self.data and self.state["state"] in _ENDED
 
 
-def look(session: HostSession, run: str, offset: int | None, lines: int = 0, wait_s: float = 0) -> Chunk:
+def look(session: HostSession, record: RunRecord, offset: int | None, lines: int = 0, wait_s: float = 0) -> Chunk:
     """State and log from `offset`, or from the last `lines` lines where it is None; waits up to `wait_s` for news."""
-    request = {"root": session.host.root, "run": run, "offset": offset, "lines": lines, "wait_s": wait_s}
+    request = {
+        "root": session.host.root,
+        "run": record.run,
+        "launch_id": record.launch_id,
+        "offset": offset,
+        "lines": lines,
+        "wait_s": wait_s,
+    }
     answer = session.call("runs", "peek", request, timeout_s=wait_s + 30)
     return Chunk(answer["state"], base64.b64decode(answer["data"]), answer["offset"], answer["log"])
 
 
 def follow(
-    session: HostSession, run: str, emit: Callable[[bytes], None], offset: int | None = None, lines: int = 10
+    session: HostSession,
+    record: RunRecord,
+    emit: Callable[[bytes], None],
+    lost: Callable[[DflashctlError], None],
+    offset: int | None = None,
+    lines: int = 10,
 ) -> dict[str, Any]:
-    """Emit the log as it grows; returns the state once the run has ended and everything it wrote was emitted."""
+    """Emit the log as it grows; returns the state once the run has ended and everything it wrote was emitted.
+
+    Looking changes nothing, so a lost link is opened again and the log goes on where it stopped; `lost` is told of each loss.
+    Raises HostError when the host stays away for longer than RECONNECT_S.
+    """
     while True:
-        chunk = look(session, run, offset, lines, _WAIT_S)
+        chunk = _look_again(session, record, offset, lines, lost)
         if chunk.is_last:
             return chunk.state
         emit(chunk.data)
@@ -52,29 +71,40 @@ def follow(
         time.sleep(_PAUSE_S if chunk.data else 0)  # a chatty run is read in larger pieces
 
 
-def status(session: HostSession, record: RunRecord) -> dict[str, Any]:
-    """What became of a run; a host that cannot be asked makes it `unknown`, with the reason."""
+def _look_again(
+    session: HostSession, record: RunRecord, offset: int | None, lines: int, lost: Callable[[DflashctlError], None]
+) -> Chunk:
+    deadline = None
+    while True:
+        try:
+            return look(session, record, offset, lines, _WAIT_S)
+        except ContainerStoppedError as error:
+            lost(error)
+            return Chunk(_without_host(record, "lost", error), b"", offset or 0, "")
+        except (HostError, RemoteTimeoutError) as error:
+            if deadline is None:
+                deadline = time.monotonic() + RECONNECT_S
+                lost(error)
+            if offset is None or time.monotonic() > deadline:  # a host that never answered is not a lost link
+                raise
+            session.reconnect()
+            time.sleep(_RETRY_S)
+
+
+def status(session: HostSession, record: RunRecord) -> tuple[dict[str, Any], ExitCode]:
+    """What became of a run. A host that cannot be asked makes it `unknown`, a stopped container `lost`, with the reason."""
     try:
-        state = look(session, record.run or "", None).state
-    except (HostError, RemoteTimeoutError) as error:
-        return unknown(record, error)
-    return {"host": record.host, "tag": record.tag, **state}
+        state = look(session, record, None).state
+    except ContainerStoppedError as error:
+        return _without_host(record, "lost", error), ExitCode.OK
+    except (HostError, ContainerError, RemoteTimeoutError) as error:
+        return _without_host(record, "unknown", error), error.exit_code
+    return {"host": record.host, "tag": record.tag, **state}, ExitCode.OK
 
 
-def unknown(record: RunRecord, error: DflashctlError) -> dict[str, Any]:
-    """The state of a run whose host cannot be asked."""
-    names = (
-        "exit_code",
-        "signal",
-        "pid",
-        "started_at",
-        "ended_at",
-        "duration_s",
-        "step",
-        "last_event",
-        "last_event_age_s",
-    )
-    known = {"run": record.run, "host": record.host, "tag": record.tag, "state": "unknown", "error": str(error)}
+def _without_host(record: RunRecord, state: str, error: DflashctlError) -> dict[str, Any]:
+    names = ("exit_code", "signal", "pid", "started_at", "ended_at", "duration_s", "step", "last_event", "last_event_age_s")
+    known = {"run": record.run, "host": record.host, "tag": record.tag, "state": state, "error": str(error)}
     return dict.fromkeys(names) | known
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -10,9 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tiny import TinyRun
 
 DFLASHCTL = Path(sys.executable).with_name("dflashctl")
 
@@ -111,7 +115,7 @@ class Bench:
 
     def marked(self, run: str) -> list[int]:
         """Living processes that carry the run's mark."""
-        launch_id = json.loads((self.run_folder(run) / "run.json").read_text())["launch_id"]
+        (launch_id,) = re.findall(r"DFLASHCTL_LAUNCH_ID=(\w+)", (self.run_folder(run) / "run.sh").read_text())
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -128,9 +132,17 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path)
     yield made
-    for folder in (made.root / "runs").glob("*"):
+    for folder in (made.root / "runs").glob("*-*/"):
         for pid in made.marked(folder.name):
             os.kill(pid, 9)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> "TinyRun":
+    """A random target, its tokenizer and shards, in a folder that tests only read."""
+    import tiny
+
+    return tiny.make(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

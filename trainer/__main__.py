@@ -1,10 +1,13 @@
 """`python -m trainer CONFIG.json`: one training run; its folder is the one that holds CONFIG.json.
 
-Writes events.jsonl and checkpoints/ there and a line an interval to stdout. Exit code 0: all steps are done. A user's error is
+Writes events.jsonl and checkpoints/ there and a line an interval to stdout; those of an earlier start are moved aside, as
+events.1.jsonl and checkpoints.1, or the next number. Exit code 0: all steps are done. A user's error is
 one sentence on stderr and its own code; anything else a traceback and 1; a signal 128 + its number. The only place that exits,
 sets up logging or handles signals.
 """
 
+import contextlib
+import itertools
 import json
 import logging
 import os
@@ -62,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
     try:
         text = path.read_text(encoding="utf-8")
+        _set_aside(path.parent)
         log = events.EventLog(path.parent / "events.jsonl")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
@@ -71,10 +75,20 @@ def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
 
         pipeline.train(config, path.parent, log, mailbox)
     except BaseException as error:
-        log.write(events.FAILED, error=f"{error}", worker=None, step=None)  # unless the pipeline has done so
+        with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
+            log.write(events.FAILED, error=f"{error}", worker=None, step=None)  # unless the pipeline has done so
         raise
     finally:
         log.close()
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep what an earlier start left, under the first number that is free for both; raises OSError."""
+    left = [(folder / "events.jsonl", "events.{}.jsonl"), (folder / "checkpoints", "checkpoints.{}")]
+    number = next(n for n in itertools.count(1) if not any((folder / name.format(n)).exists() for _, name in left))
+    for path, name in left:
+        if path.exists():
+            path.rename(folder / name.format(number))
 
 
 def _parse(path: Path, text: str) -> TrainConfig:

@@ -21,8 +21,10 @@ DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """Loss decay by block size (SpecForge, paper); other sizes use 0.45 * block_size, which passes near all three."""
 
 
-def _bounds(low: float | None = None, high: float | None = None, *, open_low: bool = False) -> dict[str, Any]:
-    return {"low": low, "high": high, "open_low": open_low}
+def _bounds(
+    low: float | None = None, high: float | None = None, *, open_low: bool = False, open_high: bool = False
+) -> dict[str, Any]:
+    return {"low": low, "high": high, "open_low": open_low, "open_high": open_high}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,7 +48,7 @@ class DraftConfig:
     block_size: int = field(default=16, metadata=_bounds(2, 64))
     """Positions a block has, the anchor included."""
     num_anchors: int = field(default=512, metadata=_bounds(1, 65536))
-    """Blocks sampled a row."""
+    """Blocks sampled from each packed row, however many documents share it."""
     target_layer_ids: list[int] | None = None
     """Tapped layers, 0-based: id k is the output of layer k. None: as many as `num_layers`, spread from 1 to L-3."""
     mask_token_id: int | None = field(default=None, metadata=_bounds(0))
@@ -89,9 +91,9 @@ class OptimConfig:
     """Peak learning rate."""
     weight_decay: float = field(default=0.0, metadata=_bounds(0, 1))
     """Decoupled weight decay of matrices; norms have none."""
-    beta1: float = field(default=0.9, metadata=_bounds(0, 1))
+    beta1: float = field(default=0.9, metadata=_bounds(0, 1, open_high=True))
     """AdamW's first-moment decay."""
-    beta2: float = field(default=0.999, metadata=_bounds(0, 1))
+    beta2: float = field(default=0.999, metadata=_bounds(0, 1, open_high=True))
     """AdamW's second-moment decay."""
     lr_warmup_steps: int | None = field(default=None, metadata=_bounds(0))
     """Steps of linear warm-up. None: 4 % of `run.steps`."""
@@ -262,9 +264,10 @@ def _check_range(where: str, value: object, bounds: Mapping[str, Any]) -> None:
     low, high = bounds["low"], bounds["high"]
     number = typing.cast(float, value)
     below = low is not None and (number <= low if bounds["open_low"] else number < low)
-    if below or (high is not None and number > high) or number != number:
-        more = "more than " if bounds["open_low"] else ""
-        text = f"{more}{low}..{high}" if high is not None else f"{more or 'at least '}{low}"
+    above = high is not None and (number >= high if bounds["open_high"] else number > high)
+    if below or above or number != number:
+        more, less = "more than " if bounds["open_low"] else "", f", {high} excluded" if bounds["open_high"] else ""
+        text = f"{more}{low}..{high}{less}" if high is not None else f"{more or 'at least '}{low}"
         raise ConfigError(f"{where} must be {text}, got {value}")
 
 

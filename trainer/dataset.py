@@ -1,6 +1,6 @@
 """Token shards: the folder that `trainer.prepare` writes and the trainer maps into memory.
 
-    meta.json                 format, version, tokenizer, vocab_size, counts of each split
+    meta.json                 format, version, digest of the tokenizer, counts of each split
     train/ and held_out/      tokens.bin     uint32 [T]      documents one after another
                               offsets.bin    int64 [D+1]     where each begins; the last is T
                               loss_mask.bin  uint8 [T]       1 on response tokens
@@ -34,8 +34,8 @@ class Shards:
 
     name: str
     """Folder and split, for errors."""
-    tokenizer_size: int
-    """Tokens that the tokenizer knew which made the shards."""
+    tokenizer_digest: str
+    """Tells the tokenizer that made the shards from others."""
     tokens: NDArray[np.uint32]
     offsets: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
@@ -58,8 +58,12 @@ class Shards:
 def open_shards(path: Path, split: Split) -> Shards:
     """Map one split; raises DataError for a folder that is missing, foreign, damaged or empty."""
     meta = _read_meta(path)
-    counts, folder = meta["splits"][split], path / split
-    num_documents, num_tokens = counts["documents"], counts["tokens"]
+    try:
+        counts, tokenizer_digest = meta["splits"][split], meta["tokenizer_digest"]
+        num_documents, num_tokens = counts["documents"], counts["tokens"]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path / 'meta.json'} does not say what is in {split} ({error}); prepare the data again") from None
+    folder = path / split
     if not num_documents:
         raise DataError(f"{folder}: the data set is empty; run `python -m trainer.prepare` on more conversations")
     offsets = _map(folder / "offsets.bin", np.dtype("<i8"), num_documents + 1)
@@ -67,19 +71,19 @@ def open_shards(path: Path, split: Split) -> Shards:
         raise DataError(f"{folder / 'offsets.bin'}: offsets must ascend from 0 to {num_tokens}; the file is damaged")
     return Shards(
         name=str(folder),
-        tokenizer_size=meta["vocab_size"],
+        tokenizer_digest=tokenizer_digest,
         tokens=_map(folder / "tokens.bin", np.dtype("<u4"), num_tokens),
         offsets=offsets,
         loss_mask=_map(folder / "loss_mask.bin", np.dtype(np.bool_), num_tokens),
     )
 
 
-def check_fits(shards: Shards, *, row_tokens: int, vocab_size: int, tokenizer_size: int, mask_token_id: int) -> None:
+def check_fits(shards: Shards, *, row_tokens: int, vocab_size: int, tokenizer_digest: str, mask_token_id: int) -> None:
     """Refuse, with DataError, what a run could not train on. Reads every token once (about 1 GB/s)."""
-    if shards.tokenizer_size != tokenizer_size:
+    if shards.tokenizer_digest != tokenizer_digest:
         raise DataError(
-            f"{shards.name} was made with a tokenizer of {shards.tokenizer_size} tokens, the target's has "
-            f"{tokenizer_size}; run `python -m trainer.prepare` with this target"
+            f"{shards.name} was made with another vocabulary or chat template than the target's; "
+            "run `python -m trainer.prepare` with this target"
         )
     longest = int(np.argmax(shards.lengths))
     if shards.lengths[longest] > row_tokens:
@@ -125,11 +129,11 @@ class ShardWriter:
         """Add one document; both arrays are [T]."""
         self._splits[split].append(tokens, loss_mask)
 
-    def finish(self, *, vocab_size: int, about: Mapping[str, Any]) -> None:
+    def finish(self, *, tokenizer_digest: str, about: Mapping[str, Any]) -> None:
         """Close the files and write meta.json; `about` is kept for readers of the file."""
         self._stack.close()
         counts = {split: files.counts() for split, files in self._splits.items()}
-        meta = {"format": FORMAT, "version": VERSION, "vocab_size": vocab_size, "splits": counts, **about}
+        meta = {"format": FORMAT, "version": VERSION, "tokenizer_digest": tokenizer_digest, "splits": counts, **about}
         (self._folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
@@ -169,6 +173,8 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise DataError(
             f"{path}: no token shards here (meta.json is missing); `python -m trainer.prepare` writes them"
         ) from None
+    except OSError as error:
+        raise DataError(f"{path / 'meta.json'} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise DataError(f"{path / 'meta.json'} is not JSON: {error}") from None
     if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):

@@ -134,7 +134,8 @@ class Drafter:
         return StepReport(self._rank, done, self._metrics.read(), context_tokens, lr, self._grad_norm.item())
 
     def check_equal(self) -> None:
-        """Compare the bits of this drafter's parameters with the others'; waits for the device."""
+        """Refuse parameters that a step was not applied to, or whose bits are not the others'; waits for the device."""
+        self._check_finite()
         sums = [parameter.detach().view(torch.int32).sum() for parameter in self.model.parameters()]
         self._wiring.drafter_sum.check_equal(self._rank, torch.stack(sums))
 

@@ -6,6 +6,7 @@ Written by the trainer, read by the command line, so standard library only. Ever
 non-finite number is written as null, so that every line is strict JSON.
 """
 
+import contextlib
 import datetime
 import json
 import math
@@ -14,6 +15,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
+
+from trainer.errors import TrainerError
 
 STARTED: Final = "started"
 GATE_OPEN: Final = "gate_open"
@@ -30,25 +33,29 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         """Open `path` for appending; raises OSError."""
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
         self._lock = threading.Lock()
         self._start = time.monotonic()
         self._ended = False
 
     def write(self, event: str, /, **fields: Any) -> bool:
-        """Append one event and flush it; returns whether it was written (False after a final event)."""
+        """Append one event and flush it; returns whether it was written (False after a final event); raises TrainerError."""
         with self._lock:
             if self._ended:
                 return False
-            self._ended = event in FINAL
             head = {"event": event, "time": utc_now(), "elapsed_s": round(time.monotonic() - self._start, 3)}
-            self._file.write(json.dumps(_finite(head | fields), allow_nan=False) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(_finite(head | fields), allow_nan=False) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise TrainerError(f"{self._path} cannot be written: {error.strerror}") from error
+            self._ended = event in FINAL
             return True
 
     def close(self) -> None:
-        """Close the file; later writes are ignored."""
-        with self._lock:
+        """Close the file; later writes are ignored. Never raises: what could not be written has been told by `write`."""
+        with self._lock, contextlib.suppress(OSError):
             self._ended = True
             self._file.close()
 

@@ -27,7 +27,7 @@ class LossParts:
     weight_sum: Tensor
     """Sum of the weights, fp32."""
     correct: Tensor
-    """[B, N, K] bool: the likeliest token is the label; False for slot 0."""
+    """[B, N, K] bool: the likeliest token is the label; False for slot 0 and where the weight is 0."""
 
 
 def drafter_loss(
@@ -41,14 +41,20 @@ def drafter_loss(
 ) -> LossParts:
     """Sum of weight * cross-entropy over slots 1..K-1; labels and weights of slot 0 are not read.
 
-    `head_VE` has the type of `hidden_BNKE`; `chunk_tokens` changes memory, not the result. On CUDA chunks are compiled, unless
-    they are to be `eager`.
+    `head_VE` has the type of `hidden_BNKE`; `chunk_tokens` changes memory, not the result. On CPU, where shapes may vary, slots
+    of weight 0 are left out; on CUDA chunks are compiled, unless they are to be `eager`.
     """
     hidden_TE = hidden_BNKE[:, :, 1:].flatten(0, 2)
     labels_T, weights_T = labels_BNK[:, :, 1:].flatten(), weights_BNK[:, :, 1:].flatten()
+    counts_T = weights_T > 0
+    kept = counts_T.nonzero()[:, 0] if hidden_TE.device.type == "cpu" else slice(None)
     cross_entropy = _compiled_cross_entropy() if hidden_TE.is_cuda and not eager else _cross_entropy
-    loss_sum, predicted_T = _ChunkedCrossEntropy.apply(hidden_TE, head_VE, labels_T, weights_T, chunk_tokens, cross_entropy)
-    correct_BNJ = (predicted_T == labels_T).view_as(labels_BNK[:, :, 1:])
+    loss_sum, predicted = _ChunkedCrossEntropy.apply(
+        hidden_TE[kept], head_VE, labels_T[kept], weights_T[kept], chunk_tokens, cross_entropy
+    )
+    correct_T = torch.zeros_like(counts_T)
+    correct_T[kept] = predicted == labels_T[kept]
+    correct_BNJ = (correct_T & counts_T).view_as(labels_BNK[:, :, 1:])
     return LossParts(loss_sum, weights_T.sum(), torch.nn.functional.pad(correct_BNJ, (1, 0), value=False))
 
 
@@ -69,7 +75,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_grad = ctx.needs_input_grad[0]
         grad_TE = torch.empty_like(hidden_TE) if wants_grad else None
         losses, predictions = [], []
-        for start in range(0, len(hidden_TE), chunk):
+        for start in range(0, max(1, len(hidden_TE)), chunk):  # no slot at all still makes a loss
             part = slice(start, start + chunk)
             loss, predicted, grad_logits = cross_entropy(hidden_TE[part], head_VE, labels_T[part], weights_T[part], wants_grad)
             losses.append(loss)

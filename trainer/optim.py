@@ -96,7 +96,7 @@ class DraftOptimizer:
             return
         first, last = step * num_drafters, (step + 1) * num_drafters - 1
         batches = f"batch {first}" if first == last else f"batches {first}..{last}"
-        raise NonFiniteError(f"step {step} ({batches}): loss and gradient must be finite, got NaN or infinity; not applied")
+        raise NonFiniteError(f"step {step + 1} ({batches}): loss and gradient must be finite, got NaN or infinity; not applied")
 
 
 def _flat_gradient(parameters: Sequence[nn.Parameter]) -> Tensor:

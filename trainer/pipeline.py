@@ -5,6 +5,7 @@ is answered at once. The first `Died` in the mailbox is the cause of the end; er
 and are not looked at.
 """
 
+import contextlib
 import functools
 import queue
 import sys
@@ -19,10 +20,10 @@ import torch
 from trainer.config import TrainConfig
 from trainer.dataset import Shards, check_fits, open_shards
 from trainer.drafter import Drafter, DraftParts
-from trainer.errors import TrainerError, WorkerError
+from trainer.errors import ConfigError, TrainerError, WorkerError
 from trainer.events import EventLog
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, build_draft, resolve_draft
-from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id
+from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id, tokenizer_digest
 from trainer.packing import batches
 from trainer.report import Reporter
 from trainer.wiring import (
@@ -88,6 +89,7 @@ def train(
     reporter, crew = Reporter(config, event_log), _Crew(mailbox or queue.SimpleQueue())
     reporter.started()
     try:
+        _check_devices(config)
         loaded = crew.load(functools.partial(load or load_all, config))
         reporter.loaded(loaded.spec, loaded.shards)
         wiring = wire(config, on_open=lambda: _open(crew, reporter, wiring, loaded))
@@ -98,8 +100,11 @@ def train(
         reporter.finished()
     except BaseException as error:
         worker, step = crew.place_of(error)
-        reporter.failed(_sentence(error), worker, step)
-        crew.abort(error)
+        try:
+            with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
+                reporter.failed(_sentence(error), worker, step)
+        finally:
+            crew.abort(error)
         raise
     finally:
         if config.uses_cuda:
@@ -113,6 +118,15 @@ def _open(crew: "_Crew", reporter: Reporter, wiring: Wiring, loaded: Loaded) -> 
         torch.compiler.set_stance("fail_on_recompile")
     reporter.opening(wiring, loaded.spec, loaded.info)
     crew.mailbox.put(GateOpened())
+
+
+def _check_devices(config: TrainConfig) -> None:
+    available = torch.cuda.device_count()
+    if config.num_gpus > available:
+        raise ConfigError(
+            f"pipeline: target_devices and drafter_devices need {config.num_gpus} GPUs, for they name "
+            f"cuda:{config.num_gpus - 1}; torch sees {available} here"
+        )
 
 
 def load_all(config: TrainConfig) -> Loaded:
@@ -130,7 +144,7 @@ def load_all(config: TrainConfig) -> Loaded:
         shards,
         row_tokens=config.batch.row_tokens,
         vocab_size=target.info.vocab_size,
-        tokenizer_size=len(tokenizer),
+        tokenizer_digest=tokenizer_digest(tokenizer),
         mask_token_id=spec.mask_token_id,
     )
     ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}

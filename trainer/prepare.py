@@ -12,6 +12,7 @@ conversation; one whose first answer does not fit is dropped. Nothing is left be
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
@@ -31,12 +32,15 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import BatchConfig, TargetConfig
 from trainer.dataset import ShardWriter, Split
 from trainer.errors import DataError, TrainerError
-from trainer.model.target import load_tokenizer
+from trainer.model.target import load_tokenizer, tokenizer_digest
 
 Messages = list[dict[str, str]]
+_T = TypeVar("_T")
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _ENDING = re.compile(r"\s*\S*")
-"""What closes an answer: the first word after it, such as <|im_end|> or </s>; more may follow the last answer only."""
+"""What closes an answer: the first word after it, such as <|im_end|> or </s>; of tags without space between, those that close
+earlier answers too."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -72,7 +76,8 @@ class Report:
 def prepare(inputs: Sequence[Path], output: Path, target: TargetConfig, *, max_tokens: int, held_out: float) -> Report:
     """Write shards of all conversations in `inputs` to `output`, which must not exist; raises DataError, TargetError.
 
-    `held_out` is the share of conversations set aside; which ones depends on their text alone.
+    `held_out` is the share of conversations set aside. What stands before a conversation's first answer alone decides, so that
+    conversations that begin alike lie on one side.
     """
     if output.exists():
         raise DataError(f"{output} exists already; remove it or choose another --output")
@@ -93,7 +98,7 @@ def prepare(inputs: Sequence[Path], output: Path, target: TargetConfig, *, max_t
             "shortened": report.shortened,
             "dropped": dict(report.dropped),
         }
-        writer.finish(vocab_size=len(tokenizer), about=about)
+        writer.finish(tokenizer_digest=tokenizer_digest(tokenizer), about=about)
     return report
 
 
@@ -119,7 +124,7 @@ def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tu
 
     An answer begins after the prompt that the template renders for it, which has to be how the whole text begins. It ends with
     its own text and the end of turn; in between stands what the template adds, such as Qwen3's thinking tags around nothing.
-    The conversation ends with an answer.
+    The conversation ends with an answer. The end of turn is what follows the last answer, cut to the tags that follow all.
     """
 
     def render(count: int, *, prompt: bool = False) -> str:
@@ -131,17 +136,23 @@ def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tu
     if not all(text.startswith(prompt) for prompt in prompts):
         raise Dropped("the chat template renders its turns differently inside the whole conversation")
     bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
-    ending = _ENDING.match(text[len(prompts[-1]) :].rpartition(bodies[-1])[2])
-    assert ending is not None
+    if not all(bodies):
+        raise Dropped("an answer is nothing but thoughts")
+    match = _ENDING.match(text[len(prompts[-1]) :].rpartition(bodies[-1])[2])
+    assert match is not None
     limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]
-    spans = []
-    for body, prompt, limit in zip(bodies, prompts, limits, strict=True):
-        closed = body + ending[0]
-        at = text.find(closed, len(prompt), limit)
-        if at < 0:
-            raise Dropped("the chat template changes the assistant's text")
-        spans.append((len(prompt), at + len(closed)))
-    return text, spans
+    for ending in _endings(match[0]):
+        closed = [body + ending for body in bodies]
+        found = [text.find(closed[i], len(prompts[i]), limits[i]) for i in range(len(bodies))]
+        if min(found) >= 0:
+            return text, [(len(prompts[i]), found[i] + len(closed[i])) for i in range(len(bodies))]
+    raise Dropped("the chat template changes the assistant's text")
+
+
+def _endings(longest: str) -> Iterator[str]:
+    """`longest`, then what is left of it without its last tag, without its last two and so on; never nothing."""
+    yield longest
+    yield from (longest[:end] for end in range(len(longest) - 1, 0, -1) if longest[end - 1] == ">")
 
 
 def cut(loss_mask: NDArray[np.bool_], max_tokens: int) -> tuple[int, bool]:
@@ -174,7 +185,9 @@ def _add(writer: ShardWriter, report: Report, tokenizer: PreTrainedTokenizerBase
 
 
 def _fraction(messages: Messages) -> float:
-    digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()
+    """0..1, evenly spread, by what stands before the first answer."""
+    prompt = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+    digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -182,24 +195,24 @@ def _conversations(inputs: Iterable[Path], report: Report) -> Iterator[Messages]
     """Well-formed conversations; malformed lines raise DataError, unusable conversations are counted as dropped."""
     for path in inputs:
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
                         try:
                             yield _messages(_turns(line, f"{path}:{number}"))
                         except Dropped as reason:
                             report.dropped[str(reason)] += 1
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from None
 
 
-def _turns(line: str, where: str) -> list[Any]:
+def _turns(line: bytes, where: str) -> list[Any]:
     try:
-        record = json.loads(line)
-    except ValueError as error:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}") from None
-    turns = record.get("messages", record.get("conversations")) if isinstance(record, dict) else None
-    if not isinstance(turns, list):
+    turns = _first(list, record, "messages", "conversations") if isinstance(record, dict) else None
+    if turns is None:
         raise DataError(f"{where}: needs a list `messages` (role, content) or `conversations` (from, value)")
     return turns
 
@@ -210,11 +223,13 @@ def _messages(turns: list[Any]) -> Messages:
     for turn in turns:
         if not isinstance(turn, dict):
             raise Dropped("a turn is not an object")
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        role, content = _first(str, turn, "role", "from"), _first(str, turn, "content", "value")
         if role not in _ROLES:
             raise Dropped("a role is none of system, user (human), assistant (gpt)")
-        if not isinstance(content, str) or not content.strip():
+        if content is None or not content.strip():
             raise Dropped("a turn has no text")
+        if _SURROGATE.search(content):
+            raise Dropped("a turn's text holds half a character (a lone surrogate)")
         messages.append({"role": _ROLES[role], "content": content.strip()})
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
@@ -224,6 +239,11 @@ def _messages(turns: list[Any]) -> Messages:
     if "user" not in roles[: roles.index("assistant")]:
         raise Dropped("the assistant speaks before the user")
     return messages
+
+
+def _first(kind: type[_T], record: dict[str, Any], *keys: str) -> _T | None:
+    """The first of these values that is of this kind."""
+    return next((record[key] for key in keys if isinstance(record.get(key), kind)), None)
 
 
 @contextlib.contextmanager

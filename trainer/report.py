@@ -212,5 +212,8 @@ def _shown(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or platform.machine()
+def _device_name(device: str) -> str | None:
+    """None for a GPU that is not there: the run is refused right after it has told what it was asked."""
+    if device == "cpu":
+        return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if int(device.removeprefix("cuda:")) < torch.cuda.device_count() else None

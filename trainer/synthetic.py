@@ -82,7 +82,7 @@ def random_shards(num_words: int, document_tokens: tuple[int, int], num_document
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     return Shards(
         name="random documents",
-        tokenizer_size=num_words,
+        tokenizer_digest="",
         tokens=rng.integers(num_words, size=offsets[-1], dtype=np.uint32),
         offsets=offsets,
         loss_mask=position >= np.repeat(lengths, lengths) // 8,

@@ -7,19 +7,19 @@ cache of its own unless it asks for the warm one, and nothing is emptied while a
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
 from dflashctl.onhost.entry import Fault
 from dflashctl.onhost.layout import Layout, RunFolder
-from dflashctl.onhost.processes import all_processes, recorded_process
+from dflashctl.onhost.processes import all_processes
+from dflashctl.onhost.states import LIVING, state_of
 
 _PREFIX = "torchinductor_"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_BORN = ".born"
 
 
 def warm_cache(layout: Layout, release: str, torch: str, gpu_model: str) -> Path:
@@ -27,20 +27,22 @@ def warm_cache(layout: Layout, release: str, torch: str, gpu_model: str) -> Path
     key = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{release}-{torch}-{gpu_model}")
     cache = layout.caches / key
     users = [folder for folder in layout.all_runs() if folder.record().get("cache") == str(cache)]
-    dead = [folder for folder in users if recorded_process(folder.pid) is None]
-    suspects = [folder for folder in dead if _born(cache) <= _born(folder.path) and not _gate_opened(folder)]
+    dead = [folder for folder in users if state_of(folder)["state"] not in LIVING]
+    suspects = [f for f in dead if _born(cache) <= f.record_path.stat().st_mtime and not _gate_opened(f)]
     if suspects and len(dead) == len(users):
-        shutil.rmtree(cache)
-    cache.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(cache, ignore_errors=True)
+    if not cache.exists():
+        cache.mkdir(parents=True)
+        (cache / _BORN).touch()
     return cache
 
 
-def _born(path: Path) -> float:
-    """When a folder was made, by a marker in it whose time nothing changes; a run's is its record."""
-    marker = path / "run.json" if (path / "run.json").exists() else path / ".born"
-    if not marker.exists() and path.is_dir():
-        marker.touch()
-    return marker.stat().st_mtime if marker.exists() else 0.0
+def _born(cache: Path) -> float:
+    """When a warm cache was made, by a file in it that nobody writes again; 0 where there is none."""
+    try:
+        return (cache / _BORN).stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _gate_opened(folder: RunFolder) -> bool:
@@ -57,8 +59,10 @@ def clear_default_cache(environment: dict[str, str]) -> Path:
     Raises Fault when it is a symlink, is not recognisably such a cache, or a living process may be using it.
     """
     cache = _default_cache(environment)
-    if cache.is_symlink():
-        raise Fault("environment", f"{cache} is a symlink; its target is left alone", "remove the link by hand")
+    if not cache.is_absolute() or cache.resolve() != cache:
+        raise Fault(
+            "environment", f"{cache} is reached through a symlink or is not absolute; it is left alone", "clear it by hand"
+        )
     if not cache.name.startswith(_PREFIX):
         raise Fault("environment", f"{cache} is not named {_PREFIX}*; it is left alone", "clear it by hand")
     users = _living_users(cache)
@@ -75,7 +79,8 @@ def _default_cache(environment: dict[str, str]) -> Path:
     if explicit:
         return Path(explicit)
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    return Path(environment.get("TMPDIR") or tempfile.gettempdir()) / f"{_PREFIX}{user}"
+    folder = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), "/tmp")
+    return Path(folder) / f"{_PREFIX}{user}"
 
 
 def _living_users(cache: Path) -> list[str]:
@@ -97,12 +102,3 @@ def _lives_in(pid: int, cache: Path) -> bool:
         return True
     own = dict(pair.decode(errors="replace").partition("=")[::2] for pair in pairs if b"=" in pair)
     return "libtorch" in maps and _default_cache(own) == cache
-
-
-def describe_torch(report: str | None) -> str:
-    """The torch version that the package check printed, or `unknown`."""
-    try:
-        version = json.loads(report or "{}").get("torch")
-    except ValueError:
-        return "unknown"
-    return version or "unknown"

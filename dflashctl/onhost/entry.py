@@ -34,6 +34,8 @@ def serve(verbs: dict[str, Verb]) -> None:
         answer = {"fault": {"code": fault.code, "message": str(fault), "hint": fault.hint, "details": fault.details}}
     except OSError as error:
         answer = {"fault": {"code": "environment", "message": explain(error, request["args"].get("root")), "hint": None}}
+    except Exception as error:  # noqa: BLE001 - the outermost frame: a sentence there beats a traceback that nobody reads
+        answer = {"fault": {"code": "environment", "message": f"{request['verb']} failed: {error!r}", "hint": None}}
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

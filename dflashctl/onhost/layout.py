@@ -18,6 +18,7 @@ from typing import Any, Iterator
 
 from dflashctl.onhost.entry import Fault
 
+_MARK = re.compile(r"DFLASHCTL_LAUNCH_ID=([0-9a-f]+)")
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]*-([1-9][0-9]*)")
 
 
@@ -47,26 +48,34 @@ class Layout:
         except OSError:
             return None
 
-    def find_run(self, run: str) -> RunFolder:
-        """The folder of a run; raises Fault run_not_found."""
+    def find_run(self, run: str, launch_id: str | None = None) -> RunFolder:
+        """The folder of a run; raises Fault run_not_found, also when its launch is not the one that was meant."""
         folder = RunFolder(self.runs / run)
-        if not _RUN_ID.fullmatch(run) or not folder.record_path.is_file():
+        if not _RUN_ID.fullmatch(run) or not folder.path.is_dir():
             raise Fault("run_not_found", f"no run {run} under {self.root}")
+        if launch_id and folder.launch_id() not in ("", launch_id):
+            raise Fault("run_not_found", f"run {run} under {self.root} is another one now, of another launch")
         return folder
 
     def all_runs(self) -> list[RunFolder]:
-        """Every run whose record can be read."""
-        folders = (RunFolder(path) for path in sorted(self.runs.glob("*")) if _RUN_ID.fullmatch(path.name))
-        return [folder for folder in folders if folder.record()]
+        """Every run that was claimed here."""
+        return [RunFolder(path) for path in sorted(self.runs.glob("*")) if _RUN_ID.fullmatch(path.name)]
 
     def claim_run(self, tag: str) -> RunFolder:
-        """Make the folder of the next run of `tag`; mkdir decides between two who ask at once."""
+        """Make the folder of the next run of `tag`; mkdir decides between two who ask at once.
+
+        A number is never given twice, even when somebody has deleted the run that had it: another laptop may remember that one.
+        """
         self.runs.mkdir(parents=True, exist_ok=True)
-        taken = [int(match.group(1)) for match in map(_RUN_ID.fullmatch, os.listdir(self.runs)) if match]
-        number = 1 + max((n for n in taken if (self.runs / f"{tag}-{n}").exists()), default=0)
+        last = self.runs / f".last-{tag}"
+        numbers = [int(path.name[len(tag) + 1 :]) for path in self.runs.glob(f"{tag}-*") if path.name[len(tag) + 1 :].isdigit()]
+        with contextlib.suppress(OSError, ValueError):
+            numbers.append(int(last.read_text()))
+        number = 1 + max(numbers, default=0)
         while True:
             with contextlib.suppress(FileExistsError):
                 (self.runs / f"{tag}-{number}").mkdir()
+                write_text(last, f"{number}\n")
                 return RunFolder(self.runs / f"{tag}-{number}")
             number += 1
 
@@ -108,9 +117,20 @@ class RunFolder:
         """run.json, or an empty mapping where it cannot be read."""
         try:
             record = json.loads(self.record_path.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return record if isinstance(record, dict) else {}
+
+    def launch_id(self) -> str:
+        """The mark of the run's processes: from its record, else from its script; empty where neither tells."""
+        from_record = self.record().get("launch_id")
+        if isinstance(from_record, str):
+            return from_record
+        try:
+            found = _MARK.search(self.script.read_text())
+        except (OSError, ValueError):
+            return ""
+        return found.group(1) if found else ""
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARK = "DFLASHCTL_LAUNCH_ID"
+UNKNOWN = "-"
+"""Stands in a pid file for the start time of a pid 1 that /proc does not show (hidepid)."""
 
 
 class Process(NamedTuple):
@@ -42,12 +44,12 @@ def recorded_process(pid_file: Path) -> Process | None:
     """The process that a run's pid file names, if it is still that one; None when it is gone or a stranger has its number."""
     try:
         pid, start, init_start = pid_file.read_text().split()
+        process, init = read_process(int(pid)), read_process(1)
     except (OSError, ValueError):
         return None
-    process, init = read_process(int(pid)), read_process(1)
     if process is None or process.state == "Z" or process.start != start:
         return None
-    return process if (init.start if init else "") == init_start else None
+    return process if init_start == (init.start if init else UNKNOWN) else None
 
 
 def is_marked(pid: int, launch_id: str) -> bool:

@@ -73,9 +73,14 @@ def activate(args: dict[str, Any]) -> dict[str, Any]:
     """Point `current` at a release that already lies there intact."""
     layout = Layout(args["root"])
     with layout.lock():
+        os.utime(layout.release(args["digest"]))  # an error where somebody has pruned it meanwhile
         point_link(layout.current, f"releases/{args['digest']}")
-        os.utime(layout.release(args["digest"]))
     return {}
+
+
+def current(args: dict[str, Any]) -> dict[str, Any]:
+    """The active `release`, or None."""
+    return {"release": Layout(args["root"]).current_release()}
 
 
 def _unpack(archive: bytes, folder: Path, manifest: dict[str, str]) -> None:
@@ -115,8 +120,8 @@ def _parse_check(folder: Path, manifest: dict[str, str]) -> dict[str, Any]:
             compile((folder / name).read_bytes(), name, "exec", dont_inherit=True)
         except SyntaxError as error:
             errors.append(f"{name}:{error.lineno or 1}: {error.msg}")
-        except ValueError as error:
-            errors.append(f"{name}:1: {error}")
+        except (ValueError, MemoryError, RecursionError) as error:
+            errors.append(f"{name}:1: {error or type(error).__name__}")
     python = "{}.{}.{}".format(*sys.version_info[:3])
     return {"python": python, "files": len(names), "errors": errors}
 
@@ -127,17 +132,20 @@ def _settle(incoming: Path, release: Path, manifest: dict[str, str]) -> None:
         if _hashes(release) == manifest:
             os.utime(release)
             return
-        damaged = release.with_name(f".incoming-damaged-{os.getpid()}")
-        os.rename(release, damaged)
-        os.rename(incoming, release)
-        shutil.rmtree(damaged, ignore_errors=True)
-        return
+        # moved aside, not removed: what somebody wrote into it is pruned with a later deploy
+        os.rename(release, release.with_name(f".incoming-damaged-{os.getpid()}"))
     os.rename(incoming, release)
 
 
 def _prune(layout: Layout, keep: str) -> list[str]:
-    """Remove old releases that no run names, the newest three kept, and what dead deploys left."""
-    named = {folder.record().get("release") for folder in layout.all_runs()} | {keep}
+    """Remove old releases that no run names, the newest three kept, and what dead deploys left.
+
+    A run whose record cannot be read may name any of them: then nothing is removed.
+    """
+    runs = [folder.record() for folder in layout.all_runs()]
+    if not all(runs):
+        return []
+    named = {record.get("release") for record in runs} | {keep}
     old = sorted((p for p in layout.releases.iterdir() if p.name[0] != "."), key=lambda p: p.stat().st_mtime, reverse=True)
     pruned = [path for path in old[KEPT_RELEASES:] if path.name not in named]
     now = time.time()
@@ -147,4 +155,4 @@ def _prune(layout: Layout, keep: str) -> list[str]:
     return [path.name for path in pruned]
 
 
-VERBS = {"inspect": inspect, "install": install, "activate": activate}
+VERBS = {"inspect": inspect, "install": install, "activate": activate, "current": current}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import select
 import shlex
 import subprocess
@@ -16,12 +17,14 @@ from typing import Any
 from dflashctl.onhost import caches
 from dflashctl.onhost.entry import Fault, require_python
 from dflashctl.onhost.layout import Layout, RunFolder, point_link, write_text
-from dflashctl.onhost.processes import MARK, recorded_process
+from dflashctl.onhost.processes import MARK, UNKNOWN, recorded_process
 from dflashctl.onhost.states import LIVING, state_of
 
 _PID_FILE_S = 15.0
 _LOG_BYTES = 1 << 20
+_LINE_END = re.compile(rb"\r?\n|\r")
 _LOOK_S = 0.1
+_FIND_S = 30.0
 _NEEDED = ("torch", "transformers", "safetensors", "numpy")
 _PACKAGE_CHECK = """
 import json
@@ -43,11 +46,12 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     torch = _check_packages(args["python"], args["env"])
     cleared = str(caches.clear_default_cache({**os.environ, **args["env"]})) if args["clear_cache"] else None
     with layout.lock():
+        _refuse_taken_gpus(layout, args["record"]["gpus"])
         folder = _prepare(layout, args, torch)
         warning = _link_log(layout, folder, args["tag"])
-    started = time.monotonic()
-    subprocess.run(["/bin/sh", str(folder.script)], check=True, timeout=_PID_FILE_S)
-    _await_pid(folder)
+        started = time.monotonic()
+        subprocess.run(["/bin/sh", str(folder.script)], check=True, timeout=_PID_FILE_S)
+        _await_pid(folder)
     report = _watch_start(folder, args["startup_s"])
     lines, offset = _last_lines(folder.log, args["log_lines"])
     watched = round(time.monotonic() - started, 3)
@@ -69,13 +73,24 @@ def _check_packages(python: str, env: dict[str, str]) -> str:
     found = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, cwd="/")
     if found.returncode != 0:
         raise Fault("environment", f"{python} cannot look up its packages: {(found.stderr.strip() or '?').splitlines()[-1]}")
-    missing = json.loads(found.stdout)["missing"]
-    if missing:
-        names = ", ".join(missing)
+    answer = json.loads(found.stdout)
+    if answer["missing"]:
+        names = ", ".join(answer["missing"])
         packages = "'torch>=2.11' 'transformers>=5.15,<5.20' safetensors numpy"
         hint = f"install them for that interpreter: {python} -m pip install {packages}"
-        raise Fault("environment", f"no {names} at {python}", hint, missing=missing)
-    return caches.describe_torch(found.stdout)
+        raise Fault("environment", f"no {names} at {python}", hint, missing=answer["missing"])
+    return answer["torch"] or "unknown"
+
+
+def _refuse_taken_gpus(layout: Layout, gpus: list[dict[str, Any]]) -> None:
+    """A run that has just started holds its GPUs before their memory shows it; the lock makes of two launches one winner."""
+    wanted = {gpu["uuid"]: gpu["index"] for gpu in gpus}
+    for folder in layout.all_runs() if wanted else ():
+        taken = [gpu["uuid"] for gpu in folder.record().get("gpus", []) if gpu.get("uuid") in wanted]
+        if taken and state_of(folder)["state"] in LIVING:
+            names = ", ".join(str(wanted[uuid]) for uuid in taken)
+            who = folder.record().get("launched_by", "somebody")
+            raise Fault("gpu_busy", f"GPU {names} is held by run {folder.run} of {who}", taken=taken)
 
 
 def _prepare(layout: Layout, args: dict[str, Any], torch: str) -> RunFolder:
@@ -105,6 +120,7 @@ def _prepare(layout: Layout, args: dict[str, Any], torch: str) -> RunFolder:
 def _script(folder: RunFolder, args: dict[str, Any], release: Path, cache: Path, own_cache: bool) -> str:
     """run.sh: the exact command with everything it needs, so that started by hand it does the same."""
     env = {
+        "LANG": "C.UTF-8",
         **args["env"],
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -113,47 +129,57 @@ def _script(folder: RunFolder, args: dict[str, Any], release: Path, cache: Path,
         "TRITON_CACHE_DIR": str(cache / "triton"),
         MARK: args["launch_id"],
     }
-    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(env.items()))
-    clean = f"rm -rf -- {shlex.quote(str(folder.cache))}\n" if own_cache else ""
+    exports = "\n".join(f"    export {name}={shlex.quote(value)}" for name, value in sorted(env.items()))
     return _TEMPLATE.format(
         run=folder.run,
         folder=shlex.quote(str(folder.path)),
         exports=exports,
-        release=shlex.quote(str(release)),
+        unknown=UNKNOWN,
         python=shlex.quote(args["python"]),
-        clean=clean,
+        clean="rm -rf ./cache\n" if own_cache else "",
     )
 
 
-# The wrapper ignores TERM so that it outlives the trainer by the moment it takes to write the exit code; the trainer gets
-# the default back (a trap with a command is not inherited, an ignored HUP is).
+# - The wrapper answers TERM with nothing, so that it outlives the trainer by the moment it takes to write the exit code; the
+#   trainer gets the default back (a trap with a command is not inherited, an ignored HUP is).
+# - A disk that is full by the end still has the room of one file for the exit code.
+# - The environment is the trainer's alone: a PATH in it must not take rm and mv away from the wrapper.
 _TEMPLATE = """#!/bin/sh
 # Run {run}. By hand: `sh run.sh` returns at once; train.log grows; a run that lives is not started twice.
 set -u
 cd {folder} || exit 1
 start_time() {{ sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }}
+init_now=$(start_time 1)
+init_now=${{init_now:-{unknown}}}
 if [ "${{1-}}" != detached ]; then
     if [ -r pid ] && [ ! -e exit_code ]; then
         read -r pid start init <pid
-        if [ -n "$start" ] && [ "$(start_time "$pid")" = "$start" ] && [ "$(start_time 1)" = "$init" ]; then
+        if [ -n "$start" ] && [ "$(start_time "$pid")" = "$start" ] && [ "$init_now" = "$init" ]; then
             echo "{run} is running, pid $pid" >&2
             exit 1
         fi
     fi
+    mkdir starting || exit 1
+    rm -f pid exit_code stopped
     setsid /bin/sh ./run.sh detached </dev/null >/dev/null 2>&1 &
     exit 0
 fi
 trap '' HUP
 trap : TERM INT
 exec >>train.log 2>&1
-rm -f exit_code stopped
-echo "$$ $(start_time $$) $(start_time 1)" >pid.tmp && mv pid.tmp pid
+{clean}echo 'kept for the exit code' >room
+echo "$$ $(start_time $$) $init_now" >pid.tmp && mv pid.tmp pid
+ready=$?
+rmdir starting 2>/dev/null
+[ "$ready" = 0 ] && [ ! -e stopped ] || exit 1
+(
+    unset LC_ALL
 {exports}
-config=$PWD/config.json
-cd {release} && {python} -m trainer "$config"
+    exec {python} -m trainer "$PWD/config.json"
+)
 code=$?
-cd {folder}
-{clean}echo "$code" >exit_code.tmp && mv exit_code.tmp exit_code
+{clean}rm -f room
+echo "$code" >exit_code.tmp && mv exit_code.tmp exit_code
 exit "$code"
 """
 
@@ -172,7 +198,8 @@ def _await_pid(folder: RunFolder) -> None:
     deadline = time.monotonic() + _PID_FILE_S
     while not folder.pid.exists():
         if time.monotonic() > deadline:
-            raise Fault("environment", f"{folder.run}: no pid file after {_PID_FILE_S:.0f} s", f"look at {folder.log}")
+            hint = f"look at {folder.log}"
+            raise Fault("environment", f"{folder.run}: no pid file after {_PID_FILE_S:.0f} s", hint, run=folder.run)
         time.sleep(0.02)
 
 
@@ -190,10 +217,10 @@ def peek(args: dict[str, Any]) -> dict[str, Any]:
     Waits up to `wait_s` for something new or for the run's end, so that following a log costs a call only now and then.
     Answers `state`, `record`, `data` (base64), `offset` (where to go on), `log`.
     """
-    folder = Layout(args["root"]).find_run(args["run"])
+    folder = Layout(args["root"]).find_run(args["run"], args["launch_id"])
     offset = args["offset"]
     if offset is None:
-        offset = _last_lines(folder.log, args["lines"])[1]
+        offset = _line_start(folder.log, args["lines"])
     deadline = time.monotonic() + args["wait_s"]
     while True:
         state = state_of(folder)  # before the log: what a dead run wrote last is then surely read
@@ -218,7 +245,20 @@ def _listener_left(wait_s: float) -> bool:
 
 def list_runs(args: dict[str, Any]) -> dict[str, Any]:
     """Every run under the root, with its record and state."""
-    return {"runs": [{"record": f.record(), "state": state_of(f)} for f in Layout(args["root"]).all_runs()]}
+    return {"runs": [_entry(folder) for folder in Layout(args["root"]).all_runs()]}
+
+
+def find(args: dict[str, Any]) -> dict[str, Any]:
+    """The run of one launch: `run` {record, state} or None. The lock is taken, so a launch under way is not overlooked."""
+    layout = Layout(args["root"])
+    with layout.lock(_FIND_S):
+        found = [folder for folder in layout.all_runs() if folder.launch_id() == args["launch_id"]]
+    return {"run": _entry(found[0]) if found else None}
+
+
+def _entry(folder: RunFolder) -> dict[str, Any]:
+    record = {**folder.record(), "run": folder.run, "tag": folder.run.rpartition("-")[0], "launch_id": folder.launch_id()}
+    return {"record": record, "state": state_of(folder), "run_dir": str(folder.path), "log": str(folder.log)}
 
 
 def _read(path: Path, offset: int, size: int) -> bytes:
@@ -228,16 +268,35 @@ def _read(path: Path, offset: int, size: int) -> bytes:
 
 
 def _last_lines(path: Path, count: int) -> tuple[list[str], int]:
-    """The last `count` lines within the last MiB, and the offset at which they begin."""
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return [], 0
-    start = max(0, size - _LOG_BYTES)
-    data = _read(path, start, size - start)
-    ends = [i for i, byte in enumerate(data[:-1]) if byte == 10]
-    begin = ends[-count] + 1 if 0 < count <= len(ends) else (len(data) if count == 0 else 0)
-    return data[begin:].decode(errors="replace").splitlines(), start + begin
+    """The last `count` lines, 1 MiB at most, and the offset of what comes after them."""
+    start = _line_start(path, count)
+    data = _read(path, start, _LOG_BYTES) if path.exists() else b""
+    return data.decode(errors="replace").splitlines(), start + len(data)
 
 
-VERBS = {"launch": launch, "peek": peek, "list": list_runs}
+def _line_start(path: Path, count: int) -> int:
+    """Where the last `count` lines begin, looked for from the end; a carriage return ends a line too (progress bars).
+
+    A line of more than 1 MiB is cut, so that what `tail` shows is bounded by its lines.
+    """
+    if not path.exists():
+        return 0
+    size = path.stat().st_size
+    if count == 0:
+        return size
+    end = size
+    while end > 0:
+        start = max(0, end - _LOG_BYTES)
+        ends = [match.end() for match in _LINE_END.finditer(_read(path, start, end - start))]
+        if end == size and ends and ends[-1] == end - start:
+            ends.pop()  # what ends the last line begins no other
+        if count <= len(ends):
+            return start + ends[-count]
+        if not ends:
+            return start
+        count -= len(ends)
+        end = start
+    return 0
+
+
+VERBS = {"launch": launch, "peek": peek, "list": list_runs, "find": find}

@@ -27,7 +27,7 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
         "run": folder.run,
         "state": _state(folder, alive is not None, code, started),
         "exit_code": code,
-        "signal": code - 128 if code is not None and code > 128 else None,
+        "signal": _signal(code),
         "pid": _pid(folder.pid),
         "started_at": _utc(started),
         "ended_at": _utc(ended),
@@ -43,14 +43,19 @@ def _state(folder: RunFolder, alive: bool, code: int | None, started: float | No
     if code is not None:
         if folder.stopped.exists():
             return "stopped"
-        return "killed" if code > 128 else "exited"
+        return "killed" if _signal(code) else "exited"
     if alive:
         return "running"
     if folder.stopped.exists():
         return "stopped"
-    claimed = _age(_mtime(folder.record_path), None)
-    fresh = started is None and claimed is not None and claimed < CLAIM_GRACE_S
+    claimed = _mtime(folder.record_path)
+    fresh = started is None and claimed is not None and abs(time.time() - claimed) < CLAIM_GRACE_S
     return "starting" if fresh else "lost"
+
+
+def _signal(code: int | None) -> int | None:
+    """A shell says 128 + number for a signal; there are 64 of them."""
+    return code - 128 if code is not None and 128 < code <= 128 + 64 else None
 
 
 def last_event(path: Path, kind: str | None = None) -> dict[str, Any]:
@@ -63,8 +68,8 @@ def last_event(path: Path, kind: str | None = None) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         try:
-            event = json.loads(line)
-        except ValueError:
+            event = json.loads(line, parse_constant=lambda _word: None)
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and (kind is None or event.get("event") == kind):
             return event

@@ -8,6 +8,7 @@ import signal
 import time
 from typing import Any
 
+from dflashctl.onhost.entry import Fault
 from dflashctl.onhost.layout import Layout, RunFolder, write_text
 from dflashctl.onhost.processes import Process, family, read_process, recorded_process
 from dflashctl.onhost.states import LIVING, state_of
@@ -17,11 +18,11 @@ _KILL_S = 5.0
 
 def stop(args: dict[str, Any]) -> dict[str, Any]:
     """Stop `run`; answers `already` (it had ended), `survivors` [{pid, name, state}] and its state."""
-    folder = Layout(args["root"]).find_run(args["run"])
+    folder = Layout(args["root"]).find_run(args["run"], args["launch_id"])
     already = state_of(folder)["state"] not in LIVING
+    if not already:
+        write_text(folder.stopped, f"{args['by']}\n")  # also keeps one that is starting from going on
     tree = _Tree(folder)
-    if tree.living() and not already:
-        write_text(folder.stopped, f"{args['by']}\n")
     tree.signal(signal.SIGTERM)
     if not tree.gone(args["grace_s"]):
         # without children the wrapper has nothing left to wait for: it writes the exit code and goes
@@ -29,6 +30,10 @@ def stop(args: dict[str, Any]) -> dict[str, Any]:
         if not tree.gone(_KILL_S):
             tree.signal(signal.SIGKILL)
             tree.gone(_KILL_S)
+    if not folder.launch_id():
+        raise Fault(
+            "stop_incomplete", f"{folder.run}: run.json and run.sh cannot be read, so its children cannot be told apart"
+        )
     survivors = [{"pid": p.pid, "name": p.name, "state": p.state} for p in tree.living()]
     return {"already": already, "survivors": survivors, "state": state_of(folder)}
 
@@ -37,7 +42,7 @@ class _Tree:
     """The processes of a run. Who was once seen in it stays in it: a dying parent takes the tie to its children along."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._launch_id = folder.record().get("launch_id", "")
+        self._launch_id = folder.launch_id()
         self._seen: dict[int, str] = {}
         self.wrapper = recorded_process(folder.pid)
 
@@ -50,7 +55,7 @@ class _Tree:
     def signal(self, number: signal.Signals, spare: Process | None = None) -> None:
         for process in self.living():
             if process.pid > 1 and not (spare and process.pid == spare.pid):
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # who stays is a survivor
                     os.kill(process.pid, number)
 
     def gone(self, seconds: float) -> bool:

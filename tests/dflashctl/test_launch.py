@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import venv
@@ -139,13 +140,13 @@ def test_an_ordinary_file_with_the_logs_name_is_left_alone(bench) -> None:
 
 
 def test_run_sh_by_hand_does_the_same(bench) -> None:
-    bench.trainer("import os, sys; print(os.environ['TORCHINDUCTOR_CACHE_DIR'], sys.argv[1], os.getcwd())")
+    bench.trainer("import os, sys; print(os.environ['TORCHINDUCTOR_CACHE_DIR'], sys.argv[1], os.getcwd(), __file__)")
     launch(bench, seconds="30")
     folder = bench.run_folder("quick-1")
     once = (folder / "train.log").read_text()
     subprocess.run(["sh", folder / "run.sh"], env={"PATH": os.environ["PATH"]}, cwd="/", check=True, timeout=30)
     bench.until(lambda: (folder / "train.log").read_text() == once * 2 and (folder / "exit_code").exists())
-    assert f"{folder}/cache/inductor {folder}/config.json {bench.root}/releases/" in once
+    assert once.startswith(f"{folder}/cache/inductor {folder}/config.json {folder} {bench.root}/releases/")
     assert not (folder / "cache").exists()
 
 
@@ -229,8 +230,22 @@ def test_progress_bars_make_one_bounded_line(bench) -> None:
     bench.trainer("import sys\nfor i in range(500_000): sys.stdout.write(f'\\r{i} of a long bar')")
     launch(bench, seconds="60")
     text = bench("tail", "-n", "5", "--no-follow").stdout
-    assert text.endswith("\r499999 of a long bar")
-    assert len(text) <= 1 << 20
+    assert text == "".join(f"{i} of a long bar\r" for i in range(499_995, 499_999)) + "499999 of a long bar"
+
+
+def test_a_line_without_an_end_is_cut(bench) -> None:
+    bench.trainer("import sys; sys.stdout.write('x' * 5_000_000 + 'end')")
+    launch(bench, seconds="60")
+    text = bench("tail", "-n", "5", "--no-follow").stdout
+    assert text.endswith("xend")
+    assert len(text) == 1 << 20
+
+
+def test_many_lines_are_all_shown(bench) -> None:
+    bench.trainer("for i in range(300_000): print('line', i)")
+    launch(bench, seconds="60")
+    lines = bench("tail", "-n", "200000", "--no-follow").stdout.splitlines()
+    assert (len(lines), lines[0], lines[-1]) == (200_000, "line 100000", "line 299999")
 
 
 def test_a_closed_pipe_is_no_accident(bench) -> None:
@@ -343,3 +358,132 @@ def test_the_run_sees_its_environment_and_no_gpu(bench) -> None:
 @pytest.mark.parametrize("startup", ["-1", "soon"])
 def test_startup_seconds_must_be_a_number(bench, startup: str) -> None:
     assert bench("launch", "--tag", "quick", "--startup-seconds", startup).exit_code == 2
+
+
+def test_a_deleted_root_or_another_project_confuses_nobody(bench) -> None:
+    launch(bench, seconds="30")
+    shutil.rmtree(bench.root)
+    done = bench("launch", "--tag", "quick", "--startup-seconds", "0", "--follow")
+    assert done.exit_code == 0, done.stderr
+    other = bench.folder / "another project"
+    (other / "experiments").mkdir(parents=True)
+    assert subprocess.run([bench.executable, "status"], cwd=other, env=bench.env, capture_output=True).returncode == 10
+    assert bench("status", "local:quick-1").exit_code == 0
+
+
+def test_a_number_is_not_given_twice_and_a_stranger_of_that_name_is_not_stopped(bench) -> None:
+    launch(bench, seconds="30")
+    shutil.rmtree(bench.run_folder("quick-1"))
+    bench.trainer(SLEEPER)
+    assert launch(bench).document["run"] == "quick-2"
+    bench.run_folder("quick-2").rename(bench.run_folder("quick-1"))
+    done = bench("stop", "quick-1")
+    assert done.exit_code == 10
+    assert "is another one now" in done.stderr
+    assert bench.marked("quick-1")
+
+
+def test_ctrl_c_in_the_start_up_window_names_the_run_that_goes_on(bench) -> None:
+    bench.trainer(SLEEPER)
+    bench("deploy")
+    process = bench.start("launch", "--tag", "quick", "--startup-seconds", "60", "--json")
+    bench.until(lambda: (bench.run_folder("quick-1") / "pid").exists())
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert json.loads(stdout)["error"]["code"] == "interrupted"
+    assert "quick-1 has started" in json.loads(stdout)["error"]["message"]
+    assert bench("status", "--json").document["state"] == "running"
+
+
+@pytest.mark.parametrize(("code", "state", "signal_"), [(255, "exited", None), (200, "exited", None), (139, "killed", 11)])
+def test_large_exit_codes_are_no_signals(bench, code: int, state: str, signal_: int | None) -> None:
+    bench.trainer(f"import sys; sys.exit({code})")
+    launch(bench, seconds="30")
+    found = bench("status", "--json").document
+    assert (found["state"], found["exit_code"], found["signal"]) == (state, code, signal_)
+
+
+@pytest.mark.parametrize("name", ["pid", "exit_code", "events.jsonl", "run.json"])
+def test_a_damaged_file_blinds_nobody(bench, name: str) -> None:
+    for _ in range(2):
+        launch(bench, seconds="30")
+    for content in (b"", b"abc 1 2", b"[" * 100_000, b"\xff\xfe\0", b'{"event": "step", "step": NaN}'):
+        (bench.run_folder("quick-1") / name).write_bytes(content)
+        assert bench("status", "quick-1", "--json").document["run"] == "quick-1"
+    listed = {run["run"]: run["state"] for run in bench("runs", "--refresh", "--json").document["runs"]}
+    assert listed["quick-2"] == "exited"
+    assert launch(bench, "--warm-cache", seconds="30").exit_code == 0
+
+
+def test_a_run_whose_record_is_gone_is_still_stopped_whole_and_keeps_its_release(bench) -> None:
+    bench.trainer(
+        "import subprocess, time; subprocess.Popen(['setsid', 'sleep', '600']); print('up', flush=True); time.sleep(600)"
+    )
+    release = launch(bench).document["release"]
+    bench.until(lambda: len(bench.marked("quick-1")) == 2)
+    processes = bench.marked("quick-1")
+    (bench.run_folder("quick-1") / "run.json").write_text("garbage")
+    for number in range(4):
+        bench.trainer(f"print({number})")
+        bench("deploy")
+    assert (bench.root / "releases" / release).is_dir()
+    assert bench("stop", "quick-1").exit_code == 0
+    assert not [pid for pid in processes if _alive(pid)]
+
+
+def test_a_full_disk_at_the_end_still_tells_the_exit_code(bench, tmpfs) -> None:
+    root = tmpfs("size=512k")
+    bench.hosts(f"hosts:\n  local: {{transport: local, root: {root}}}\ndefault: local\n")
+    bench.trainer("open('checkpoint', 'wb').write(b'x' * 1_000_000)")
+    assert launch(bench, seconds="30").exit_code == 9
+    state = bench("status", "--json").document
+    assert (state["state"], state["exit_code"]) == ("exited", 1)
+
+
+def test_a_path_of_the_runs_own_does_not_take_the_wrappers_tools_away(bench) -> None:
+    bench.hosts("hosts:\n  local: {transport: local, root: .dflash, env: {PATH: /nowhere}}\ndefault: local\n")
+    bench.trainer("import os; print(os.environ['PATH'])")
+    assert launch(bench, seconds="30").document["state"] == "exited"
+    assert (bench.run_folder("quick-1") / "train.log").read_text() == "/nowhere\n"
+
+
+def test_two_starts_by_hand_at_once_make_one_run(bench) -> None:
+    bench.trainer("import time; print('one', flush=True); time.sleep(2)")
+    launch(bench, seconds="30")
+    script = bench.run_folder("quick-1") / "run.sh"
+    starters = [subprocess.Popen(["sh", script], stderr=subprocess.DEVNULL) for _ in range(4)]
+    assert sorted(starter.wait(timeout=30) for starter in starters) == [0, 1, 1, 1]
+    bench.until(lambda: bench("status", "--json").document["state"] == "exited")
+    assert (bench.run_folder("quick-1") / "train.log").read_text() == "one\n" * 2
+
+
+def test_stopping_a_claimed_run_keeps_it_from_starting(bench) -> None:
+    launch(bench, seconds="30")
+    folder = bench.run_folder("quick-1")
+    for name in ("pid", "exit_code"):
+        (folder / name).unlink()
+    (folder / "run.json").touch()
+    done = bench("stop", "quick-1")
+    assert done.exit_code == 0, done.stderr
+    assert (folder / "stopped").exists()
+    subprocess.run(["sh", folder / "run.sh", "detached"], cwd=folder, timeout=30)
+    assert (folder / "train.log").read_text() == "hello from the trainer\n"
+
+
+def test_outputs_that_cannot_be_written_are_no_traceback(bench) -> None:
+    bench.trainer("print('gr\u00fcn')")
+    launch(bench, seconds="30")
+    for command, code in (("runs >&-", 0), ("runs > /dev/full", 8), ("runs | true", 0), ("tail --no-follow 2>&-", 0)):
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", f"'{bench.executable}' {command}"],
+            cwd=bench.folder,
+            env=bench.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == code, (command, done)
+        assert "Traceback" not in done.stderr
+    bench.env["PYTHONIOENCODING"] = "ascii"
+    assert bench("tail", "--no-follow").stdout == "gr?n\n"

@@ -1,6 +1,7 @@
 """The lab's containers are real, and it leaves nothing behind. Facts about pct, ssh and nvidia-smi: test_lab_*.py."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,11 @@ from labkit.deadline import wait_until
 from labkit.lab import Lab, sweep
 
 HERE = Path(__file__).parent
-DEAF_JOB = "trap '' TERM HUP INT; touch /workspace/started; while :; do sleep 60; done"
+DEAF_JOB = """
+trap '' TERM HUP INT
+echo $$ >/workspace/new && mv /workspace/new /workspace/started
+while :; do sleep 60; done
+"""
 
 KILLED_SESSION = """
 import os, signal, sys
@@ -94,12 +99,10 @@ def test_small_workspace_gets_really_full(lab: Lab) -> None:
 def test_process_on_the_node_names_its_container_and_the_pid_inside(lab: Lab, ct: Container) -> None:
     ct.start_job(DEAF_JOB)
     wait_until((ct.workspace / "started").exists, "the job to start")
-    (inner,) = [pid for pid, line in ct.processes().items() if "trap" in line]
-    (outer,) = _jobs(lab)
-    assert "/lxc/200/ns" in lab.node.path(f"/proc/{outer}/cgroup").read_text()
-    status = lab.node.path(f"/proc/{outer}/status").read_text().splitlines()
-    (pids,) = [line.split()[1:] for line in status if line.startswith("NSpid:")]
-    assert pids[-1] == str(inner)
+    inner = (ct.workspace / "started").read_text().strip()
+    outer = {pid: lab.node.path(f"/proc/{pid}/status").read_text() for pid in _jobs(lab)}
+    (job,) = [pid for pid, status in outer.items() if re.search(rf"^NSpid:.*\t{inner}$", status, re.MULTILINE)]
+    assert "/lxc/200/ns" in lab.node.path(f"/proc/{job}/cgroup").read_text()
 
 
 def test_destroyed_container_is_unknown(lab: Lab) -> None:

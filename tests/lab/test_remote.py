@@ -1,15 +1,26 @@
 """dflashctl through a real sshd and `pct` into a real container: what crosses, what is refused and with which words."""
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from labkit.container import Options
 
+COUNTER = """
+import pathlib, time
+print("up", flush=True)
+while not pathlib.Path("/workspace/go").exists():
+    time.sleep(0.05)
+for i in range(2000):
+    print("line", i)
+print("end")
+"""
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
 
@@ -32,6 +43,19 @@ def far(bench, lab, ct):
 
 def launch(bench, *more: str, seconds: str = "0.5"):
     return bench("launch", "--tag", "quick", "--startup-seconds", seconds, "--json", *more)
+
+
+@contextlib.contextmanager
+def following(bench):
+    """A `tail` that has shown the first line."""
+    process = bench.start("tail")
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == b"up\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
 
 
 def text_of(ct, path: str) -> str:
@@ -110,7 +134,9 @@ def test_a_frozen_container_is_said_and_starts_nothing_when_it_thaws(far, lab, c
     assert "container 200 is frozen" in done.stderr
     ct.unfreeze()
     far.until(lambda: far("deploy").exit_code == 0)
-    assert ct.run(["ls", "/workspace/my runs"]).stdout.decode().split("\n").count("runs") == 0
+    inside = ct.run(["ls", "/workspace/my runs"], check=True).stdout.decode().split()
+    assert "releases" in inside
+    assert "runs" not in inside
 
 
 @pytest.mark.parametrize(
@@ -175,17 +201,51 @@ def test_a_hanging_nvidia_smi_is_unknown_in_time(far, lab, ct) -> None:
     assert "timed out" in done.document["hosts"][0]["error"]
 
 
-def test_a_dead_peer_is_noticed(far, lab, ct) -> None:
-    far.trainer(SLEEPER)
+def test_a_dead_peer_is_noticed_and_tail_goes_on(far, lab, ct) -> None:
+    far.trainer(COUNTER)
     launch(far)
-    process = far.start("tail")
-    assert process.stdout
-    assert process.stdout.readline() == b"up\n"
-    lab.freeze_sshd_sessions()
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 4
+    with following(far) as process:
+        lab.freeze_sshd_sessions()
+        ct.write("/workspace/go", "")
+        _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0
     assert b"stopped answering" in stderr
-    assert b"Traceback" not in stderr
+    assert b"connecting again" in stderr
+
+
+def test_tail_over_a_cut_link_loses_no_line(bench, lab, link, ct) -> None:
+    point(bench, lab, alias="pve-link")
+    bench.trainer(COUNTER)
+    launch(bench)
+    with following(bench) as process:
+        assert link.cut() == 1
+        ct.write("/workspace/go", "")
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stdout == b"".join(b"line %d\n" % i for i in range(2000)) + b"end\n"
+    assert b"connecting again" in stderr
+
+
+def test_tail_gives_up_on_a_host_that_was_never_there(bench, lab, link, ct) -> None:
+    point(bench, lab, alias="pve-link")
+    launch(bench)
+    link.refuse()
+    done = bench("tail", "quick-1")
+    assert done.exit_code == 4
+    status = bench("status", "quick-1", "--json")
+    assert (status.exit_code, status.document["state"], status.document["exit_code"]) == (4, "unknown", None)
+
+
+def test_a_silent_run_is_not_taken_for_a_dead_peer(far, lab, ct) -> None:
+    far.trainer(COUNTER)
+    launch(far)
+    with following(far) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=25)  # longer than a keepalive may take, and than one look waits
+        ct.write("/workspace/go", "")
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert b"connecting again" not in stderr
 
 
 def test_a_run_outlives_a_killed_client_and_a_cut_link(bench, lab, link, ct) -> None:
@@ -205,11 +265,9 @@ def test_ctrl_c_in_tail_leaves_no_process_behind(far, lab, ct) -> None:
     far.trainer(SLEEPER)
     launch(far)
     before = len(ct.processes())
-    process = far.start("tail")
-    assert process.stdout
-    assert process.stdout.readline() == b"up\n"
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=30)
+    with following(far) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=30)
     assert process.returncode == 130
     far.until(lambda: len(ct.processes()) <= before, 10)
 
@@ -217,11 +275,18 @@ def test_ctrl_c_in_tail_leaves_no_process_behind(far, lab, ct) -> None:
 def test_a_killed_container_is_lost(far, lab, ct) -> None:
     far.trainer(SLEEPER)
     launch(far)
-    ct.crash()
-    ct.start()
-    state = far("status", "--json").document
-    assert (state["state"], state["exit_code"]) == ("lost", None)
-    assert far("stop", "quick-1").exit_code == 0
+    with following(far) as process:
+        ct.crash()
+        _, stderr = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert b"lost" in stderr
+    for restart in (False, True):
+        if restart:
+            ct.start()
+        done = far("status", "--json")
+        assert (done.exit_code, done.document["state"], done.document["exit_code"]) == (0, "lost", None)
+        assert far("stop", "quick-1").exit_code == 0
+        assert "lost" in far("status").stdout
 
 
 def test_a_full_disk_leaves_the_old_release_active(bench, lab) -> None:
@@ -256,3 +321,37 @@ def test_a_wrong_interpreter(bench, lab, ct, python: str, text: str) -> None:
 def test_megabytes_on_both_streams(far, lab, ct) -> None:
     far.trainer("import sys\nsys.stderr.write('e' * 6_000_000)\nsys.stdout.write('o' * 6_000_000 + '\\n')")
     assert launch(far, "--follow", seconds="0").document["exit_code"] == 0
+
+
+def test_the_real_trainer_trains_inside_the_container(far, lab, ct, tiny_run) -> None:
+    for path in sorted(tiny_run.root.rglob("*")):
+        if path.is_file():
+            inside = ct.path(f"/workspace/my runs/{path.relative_to(tiny_run.root)}")
+            ct.run(["mkdir", "-p", f"/workspace/my runs/{path.parent.relative_to(tiny_run.root)}"], check=True)
+            inside.write_bytes(path.read_bytes())
+    trainer = tiny_run.config(run={"steps": 2})
+    del trainer["run"]["root"]
+    (far.folder / "experiments/tiny.yaml").write_text(json.dumps({"hypothesis": "it trains", "trainer": trainer}))
+    del far.env["DFLASHCTL_TRAINER"]
+    done = far("launch", "--tag", "tiny", "--startup-seconds", "0", "--follow", timeout=300)
+    assert done.exit_code == 0, done.stderr + done.stdout
+    assert "step 2/2" in done.stdout
+    state = far("status", "--json").document
+    assert (state["state"], state["exit_code"], state["step"], state["last_event"]) == ("exited", 0, 2, "finished")
+    checkpoint = ct.path("/workspace/my runs/runs/tiny-1/checkpoints/step-2")
+    assert {path.name for path in checkpoint.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_programs_in_usr_local_are_found(far, lab, ct) -> None:
+    smi = lab.smi_in(ct)
+    smi.install("/usr/local/bin")
+    assert [gpu["state"] for gpu in far("gpus", "--json").document["hosts"][0]["gpus"]] == ["idle", "idle"]
+
+
+def test_a_release_of_a_broken_file_stays_out(far, lab, ct) -> None:
+    good = far("deploy", "--json").document["release"]
+    far.trainer("def broken(:", "bad.py")
+    done = far("deploy", "--json")
+    assert done.exit_code == 8
+    assert done.document["parse_check"]["errors"][0].startswith("trainer/bad.py:1: ")
+    assert ct.run(["readlink", "/workspace/my runs/current"]).stdout.decode().strip() == f"releases/{good}"

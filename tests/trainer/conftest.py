@@ -1,17 +1,11 @@
 """Small batches, drafters and targets for every trainer test."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import pytest
-import tokenizers
 import torch
-import transformers
 
 from trainer.batch import NO_DOCUMENT, Batch
-from trainer.dataset import ShardWriter
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
 
 VOCABULARY = 64
@@ -109,62 +103,3 @@ def _make_drafter(spec: DraftSpec, seed: int = 0) -> DraftModel:
         for parameter in model.parameters():
             parameter.normal_(0.0 if parameter.ndim > 1 else 1.0, 0.3, generator=generator)
     return model
-
-
-@dataclass(frozen=True)
-class TinyRun:
-    """A random target with a tokenizer, shards of documents that count up, and configurations that train on them in a blink."""
-
-    root: Path
-    tokenizer_size: int
-
-    def config(self, *, drafters: int = 1, targets: int = 1, **sections: dict[str, object]) -> dict[str, dict[str, object]]:
-        base: dict[str, dict[str, object]] = {
-            "target": {"path": "target", "dtype": "float32"},
-            "draft": {"num_layers": 1, "block_size": 4, "num_anchors": 6, "target_layer_ids": [1, 2], "dtype": "float32"},
-            "data": {"path": "data"},
-            "batch": {"rows": 2, "row_tokens": 24},
-            "optim": {"lr": 1e-2},
-            "pipeline": {"target_devices": ["cpu"] * targets, "drafter_devices": ["cpu"] * drafters, "graphs": "none"},
-            "run": {"steps": 6, "log_every": 1, "checkpoint_every": 1000, "root": str(self.root)},
-        }
-        return {name: values | sections.get(name, {}) for name, values in base.items()}
-
-    def write_shards(self, name: str, documents: Sequence[Sequence[int]]) -> None:
-        """Shards whose documents are all response but for their first two tokens."""
-        folder = self.root / name
-        folder.mkdir()
-        with ShardWriter(folder) as writer:
-            for tokens in documents:
-                writer.append("train", np.array(tokens, dtype=np.uint32), np.arange(len(tokens)) >= 2)
-            writer.finish(vocab_size=self.tokenizer_size, about={})
-
-
-@pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    root = tmp_path_factory.mktemp("tiny")
-    words = {word: i for i, word in enumerate(["<unk>", "</s>", *(f"w{i}" for i in range(58))])}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>")),
-        unk_token="<unk>",
-        eos_token="</s>",
-    )
-    tokenizer.save_pretrained(root / "target")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).save_pretrained(root / "target")
-    run = TinyRun(root, len(tokenizer))
-    rng = np.random.default_rng(0)
-    spans = [(rng.integers(58), rng.integers(5, 20)) for _ in range(40)]
-    run.write_shards("data", [[2 + (first + i) % 58 for i in range(length)] for first, length in spans])
-    return run

@@ -32,6 +32,8 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("optim.lr", "3e-4", "optim.lr must be a number, got '3e-4'"),
         ("optim.lr", 0, "optim.lr must be more than 0..1, got 0.0"),
         ("optim.lr", float("nan"), "optim.lr must be more than 0..1, got nan"),
+        ("optim.beta1", 1, "optim.beta1 must be 0..1, 1 excluded, got 1.0"),
+        ("optim.beta2", 1.5, "optim.beta2 must be 0..1, 1 excluded, got 1.5"),
         ("target.path", None, "target.path must be text, got None"),
         ("run.steps", 0, "run.steps must be at least 1, got 0"),
         ("pipeline.target_devices", [], "pipeline.target_devices must name at least one device, got []"),

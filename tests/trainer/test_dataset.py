@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,12 @@ def folder(tmp_path: Path) -> Path:
     with ShardWriter(folder) as writer:
         for tokens in DOCUMENTS:
             writer.append("train", np.array(tokens, dtype=np.uint32), np.array(tokens) % 2 == 0)
-        writer.finish(vocab_size=20, about={"target": "tiny"})
+        writer.finish(tokenizer_digest="c0ffee", about={"target": "tiny"})
     return folder
 
 
-def check(shards: Shards, **changes: int) -> None:
-    check_fits(shards, **({"row_tokens": 4, "vocab_size": 20, "tokenizer_size": 20, "mask_token_id": 19} | changes))
+def check(shards: Shards, **changes: Any) -> None:
+    check_fits(shards, **({"row_tokens": 4, "vocab_size": 20, "tokenizer_digest": "c0ffee", "mask_token_id": 19} | changes))
 
 
 def test_what_is_written_is_read_back(folder: Path) -> None:
@@ -50,12 +51,20 @@ def test_an_empty_split_is_refused(folder: Path) -> None:
         (None, "meta.json is missing"),
         ("{", "is not JSON"),
         ('{"format": "other"}', "must describe dflash-token-shards version 1"),
+        ('{"format": "dflash-token-shards", "version": 1}', r"meta.json does not say what is in train \('splits'\)"),
+        ('{"format": "dflash-token-shards", "version": 1, "splits": 3}', "meta.json does not say what is in train"),
     ],
 )
 def test_a_foreign_folder_is_refused(tmp_path: Path, meta: str | None, text: str) -> None:
     if meta is not None:
         (tmp_path / "meta.json").write_text(meta)
     with pytest.raises(DataError, match=text):
+        open_shards(tmp_path, "train")
+
+
+def test_a_meta_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").mkdir()
+    with pytest.raises(DataError, match=r"meta\.json cannot be read: Is a directory"):
         open_shards(tmp_path, "train")
 
 
@@ -82,9 +91,9 @@ def test_offsets_that_do_not_ascend_are_refused(folder: Path) -> None:
         ({"row_tokens": 3}, r"document 2 has 4 tokens, batch\.row_tokens allows 3"),
         ({"vocab_size": 13}, "document 2 holds token id 13, the target's vocabulary has 13"),
         ({"mask_token_id": 8}, "document 1 holds token id 8, which is the mask token"),
-        ({"tokenizer_size": 21}, "made with a tokenizer of 20 tokens, the target's has 21"),
+        ({"tokenizer_digest": "decaf"}, "made with another vocabulary or chat template than the target's"),
     ],
 )
-def test_data_that_a_run_cannot_train_on_is_refused(folder: Path, changes: dict[str, int], text: str) -> None:
+def test_data_that_a_run_cannot_train_on_is_refused(folder: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
         check(open_shards(folder, "train"), **changes)

@@ -4,6 +4,9 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
+from trainer.errors import TrainerError
 from trainer.events import EventLog, parse_line
 
 
@@ -45,6 +48,15 @@ def test_threads_do_not_tear_lines(tmp_path: Path) -> None:
         thread.join(timeout=30)
     log.close()
     assert len(read(tmp_path / "events.jsonl")) == 400
+
+
+def test_a_full_disk_is_a_sentence_and_the_end_can_be_told_again() -> None:
+    log = EventLog(Path("/dev/full"))
+    for _ in range(2):
+        with pytest.raises(TrainerError, match=r"^/dev/full cannot be written: No space left on device$"):
+            log.write("failed", error="no")
+    log.close()
+    assert not log.write("failed", error="no")
 
 
 def test_torn_lines_are_no_events() -> None:

@@ -46,6 +46,25 @@ def test_value_and_gradient_are_plain_autograds_whatever_the_chunk(chunk_tokens)
     assert (scaled[0, 1] == 0).all()
 
 
+@pytest.mark.parametrize("num_weighted", [0, 1, 7])
+def test_on_cpu_the_head_is_spent_on_weighted_slots_alone(num_weighted):
+    hidden, head, labels, weights = _case(vocabulary=100)
+    order = torch.randperm(18, generator=torch.Generator().manual_seed(1)).reshape(2, 3, 3)
+    weights[:, :, 1:] *= order < num_weighted
+    labels[:, :, 1:] = (hidden @ head.T).argmax(dim=-1)[:, :, 1:]  # all right, so that a place too many shows
+    labels[0, 0, 1] = (labels[0, 0, 1] + 1) % 100
+    with _LargestTensor() as seen:
+        parts = drafter_loss(hidden, head, labels, weights)
+    gradient = torch.autograd.grad(parts.loss_sum, hidden)[0]
+    assert seen.numel <= max(num_weighted, 2) * 100
+    expected = _plain(hidden, head, labels, weights)
+    torch.testing.assert_close(parts.loss_sum, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, hidden)[0])
+    right = (weights > 0)[:, :, 1:] & ((hidden @ head.T).argmax(dim=-1) == labels)[:, :, 1:]
+    assert torch.equal(parts.correct[:, :, 1:], right)
+    assert not parts.correct[:, :, 0].any()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_low_precision_hidden_states_get_the_fp64_gradient(dtype, tolerance):
     hidden, head, labels, weights = _case(dtype)

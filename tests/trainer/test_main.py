@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 
 import trainer.__main__
+import trainer.events
 import trainer.pipeline
 from trainer.errors import TrainerError
 
 ENDS_WITHIN_S = 60
 """Far more than it takes; importing torch on a busy machine is most of it."""
+
+GPUS = {"target_devices": ["cuda:1000"], "drafter_devices": ["cuda:0"]}
 
 HANGING_TARGET = """
 import itertools, sys, threading
@@ -113,11 +117,35 @@ def test_a_run_ends_with_0_and_leaves_events_and_checkpoints_beside_its_configur
     assert (tmp_path / "checkpoints" / "latest" / "model.safetensors").is_file()
 
 
+@pytest.mark.usefixtures("_handlers_restored")
+def test_a_run_started_again_does_the_same_again_and_loses_nothing(tiny_run: Any, tmp_path: Path) -> None:
+    path = str(write_config(tmp_path, tiny_run.config()))
+    (tmp_path / "events.1.jsonl").write_text("from long ago")
+    for _ in range(3):
+        assert trainer.__main__.main([path]) == 0
+    names = [
+        "events.1.jsonl",
+        "checkpoints.2",
+        "events.2.jsonl",
+        "checkpoints.3",
+        "events.3.jsonl",
+        "checkpoints",
+        "events.jsonl",
+    ]
+    assert sorted(found.name for found in tmp_path.iterdir()) == sorted([*names, "config.json"])
+    assert (tmp_path / "events.1.jsonl").read_text() == "from long ago"
+    for name in ("events.2.jsonl", "events.3.jsonl", "events.jsonl"):
+        events = [json.loads(line)["event"] for line in (tmp_path / name).read_text().splitlines()]
+        assert (events[0], events.count("started"), events[-1]) == ("started", 1, "finished")
+    for name in ("checkpoints.2", "checkpoints.3", "checkpoints"):
+        assert (tmp_path / name / "latest" / "model.safetensors").is_file()
+
+
 def test_sighup_is_ignored_and_sigterm_ends_a_run_with_143(tiny_run: Any, tmp_path: Path, start: Start) -> None:
     process = start(["-m", "trainer", str(write_config(tmp_path, tiny_run.config(run={"steps": 1_000_000})))])
     until_step(tmp_path, 1)
     process.popen.send_signal(signal.SIGHUP)
-    until_step(tmp_path, events_of(tmp_path)[-2]["step"] + 10)
+    until_step(tmp_path, [event["step"] for event in events_of(tmp_path) if event["event"] == "step"][-1] + 10)
     process.popen.send_signal(signal.SIGTERM)
     code, out, err = process.wait()
     assert (code, err) == (143, "error: stopped by SIGTERM\n")
@@ -144,6 +172,10 @@ def bad_inputs(tiny_run: Any, name: str) -> tuple[object, str]:
         "json": ("{", "config.json is not JSON"),
         "unknown key": (tiny_run.config(run={"step": 3}), "run: unknown key 'step'; did you mean 'steps'?"),
         "graphs": (tiny_run.config(pipeline={"graphs": "threadwarm"}), "pipeline.graphs must be none on cpu, got threadwarm"),
+        "gpus": (
+            tiny_run.config(pipeline=GPUS),
+            "pipeline: target_devices and drafter_devices need 1001 GPUs, for they name cuda:1000; torch sees 0 here",
+        ),
         "no data": (tiny_run.config(data={"path": "nowhere"}), "nowhere: no token shards here"),
         "long document": (tiny_run.config(batch={"row_tokens": 12}), "tokens, batch.row_tokens allows 12"),
         "no target": (tiny_run.config(target={"path": "nowhere"}), "target.path must be a folder or a hub id"),
@@ -156,7 +188,7 @@ def bad_inputs(tiny_run: Any, name: str) -> tuple[object, str]:
 @pytest.mark.usefixtures("_handlers_restored")
 @pytest.mark.parametrize(
     "name",
-    ["json", "unknown key", "graphs", "no data", "long document", "no target", "layers", "mask token", "vocabulary"],
+    ["json", "unknown key", "graphs", "gpus", "no data", "long document", "no target", "layers", "mask token", "vocabulary"],
 )
 def test_bad_input_is_one_sentence_and_3(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     config, text = bad_inputs(tiny_run, name)
@@ -171,10 +203,31 @@ def test_bad_input_is_one_sentence_and_3(tiny_run: Any, tmp_path: Path, capsys: 
 
 
 @pytest.mark.usefixtures("_handlers_restored")
+def test_a_full_disk_does_not_hide_the_first_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> bool:
+        raise TrainerError("events.jsonl cannot be written")
+
+    monkeypatch.setattr(trainer.events.EventLog, "write", full)
+    assert trainer.__main__.main([str(write_config(tmp_path, "{"))]) == 3
+    assert "config.json is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_handlers_restored")
 def test_empty_data_is_one_sentence_and_3(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_run.write_shards("empty", [])
     assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(data={"path": "empty"})))]) == 3
     assert "the data set is empty" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+def test_data_of_another_tokenizer_is_one_sentence_and_3(
+    tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataclasses.replace(tiny_run, tokenizer_digest="another").write_shards("foreign", [list(range(5, 15))])
+    assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(data={"path": "foreign"})))]) == 3
+    assert "was made with another vocabulary or chat template than the target's" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_handlers_restored")

@@ -94,9 +94,9 @@ def test_a_step_that_is_not_finite_is_not_applied_nor_are_later_ones(model, wher
     optimizer.step(3, torch.tensor(math.nan), ONE)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    with pytest.raises(NonFiniteError, match=r"^step 1 \(batch 1\): loss and gradient must be finite, got NaN"):
+    with pytest.raises(NonFiniteError, match=r"^step 2 \(batch 1\): loss and gradient must be finite, got NaN"):
         optimizer.check()
-    with pytest.raises(NonFiniteError, match=r"^step 1 \(batches 3\.\.5\)"):
+    with pytest.raises(NonFiniteError, match=r"^step 2 \(batches 3\.\.5\)"):
         optimizer.check(num_drafters=3)
 
 

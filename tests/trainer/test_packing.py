@@ -35,7 +35,7 @@ def shards(tmp_path: Path) -> Shards:
             length = int(rng.integers(4, 15))
             tokens = np.full(length, document + 1, dtype=np.uint32)
             writer.append("train", tokens, np.arange(length) >= length // 3)
-        writer.finish(vocab_size=100, about={})
+        writer.finish(tokenizer_digest="", about={})
     return open_shards(tmp_path, "train")
 
 
@@ -118,6 +118,16 @@ def test_the_stream_is_reproducible_and_starts_anywhere(shards: Shards) -> None:
     assert [batch.index for batch in again] == list(range(5, 12))
     other = next(batches(shards, config(seed=8)))
     assert documents_of(stream[0]) != documents_of(other)
+
+
+def test_anchors_differ_from_batch_to_batch_and_from_seed_to_seed(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path) as writer:
+        for _ in range(30):
+            writer.append("train", np.full(20, 5, dtype=np.uint32), np.ones(20, dtype=np.bool_))
+        writer.finish(tokenizer_digest="", about={})
+    same = open_shards(tmp_path, "train")  # every batch alike, but for its anchors
+    seen = [batch.anchors for seed in (0, 1) for batch in itertools.islice(batches(same, config(seed=seed)), 4)]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(seen, 2))
 
 
 def test_a_blank_batch_has_no_document_and_no_anchor() -> None:

@@ -21,13 +21,13 @@ from trainer.batch import Batch, FeatureBatch
 from trainer.channel import Channel
 from trainer.config import TrainConfig
 from trainer.dataset import open_shards
-from trainer.errors import NonFiniteError, WorkerError
+from trainer.errors import ConfigError, NonFiniteError, TrainerError, WorkerError
 from trainer.events import EventLog
 from trainer.loss import LossParts, drafter_loss
 from trainer.model.attention import draft_mask
 from trainer.model.draft import build_draft, forward_blocks, resolve_draft
 from trainer.model.target import TargetModel, load_target
-from trainer.optim import DraftOptimizer
+from trainer.optim import DraftOptimizer, learning_rate
 from trainer.packing import batches
 from trainer.wiring import Mailbox
 
@@ -56,42 +56,45 @@ def workers_alive() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(("load", "prefetch-", "target-", "draft-"))]
 
 
-def plain_losses(config: TrainConfig, mask_token_id: int) -> list[float]:
-    """One thread, one model, `drafters` batches accumulated a step."""
+def plain_steps(config: TrainConfig, mask_token_id: int) -> list[tuple[float, float]]:
+    """Loss and norm of the gradient by step: one thread, one model, torch's own optimizer, `drafters` batches a step."""
     root, num_batches = Path(config.run.root), len(config.pipeline.drafter_devices)
     target = load_target(config.target, root, torch.device("cpu"), config.draft)
     spec = resolve_draft(config.draft, target.info, mask_token_id)
     model = build_draft(spec, config.run.seed, torch.device("cpu"))
-    optimizer = DraftOptimizer(model, config)
+    assert config.optim.weight_decay == 0, "norms have none"
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(config.optim.beta1, config.optim.beta2), weight_decay=0.0)
     stream = batches(open_shards(root / config.data.path, "train"), config)
-    losses = []
+    seen = []
     for step in range(config.run.steps):
         optimizer.zero_grad()
-        parts = [accumulate(batch, target, model, config) for batch in itertools.islice(stream, num_batches)]
-        loss_sum, weight_sum = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
-        optimizer.step(step, loss_sum, weight_sum)
-        losses.append((loss_sum / weight_sum).item())
-    return losses
+        parts = [forward(batch, target, model, config) for batch in itertools.islice(stream, num_batches)]
+        loss = torch.stack([part.loss_sum for part in parts]).sum() / torch.stack([part.weight_sum for part in parts]).sum()
+        loss.backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = learning_rate(config, step)
+        optimizer.step()
+        seen.append((loss.item(), grad_norm.item()))
+    return seen
 
 
-def accumulate(batch: Batch, target: TargetModel, model: Any, config: TrainConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(batch: Batch, target: TargetModel, model: Any, config: TrainConfig) -> LossParts:
     size = config.draft.block_size
     features = FeatureBatch(batch=batch, context_features=target.context_features(batch))
     labels, weights = block_labels(batch, size, config.loss_gamma)
     hidden = forward_blocks(model, target.embedding, features, draft_mask(batch, size))
-    loss = drafter_loss(hidden, target.head, labels, weights)
-    loss.loss_sum.backward()
-    return loss.loss_sum.detach(), loss.weight_sum
+    return drafter_loss(hidden, target.head, labels, weights)
 
 
-@pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (1, 3), (2, 3), (3, 2)])
-def test_the_pipeline_is_a_plain_loop(tiny_run: Any, tmp_path: Path, targets: int, drafters: int) -> None:
-    config = tiny_run.config(targets=targets, drafters=drafters)
+@pytest.mark.parametrize(("targets", "drafters", "max_grad_norm"), [(1, 1, 1.0), (1, 3, 1.0), (2, 3, 1e6), (3, 2, 1.0)])
+def test_the_pipeline_is_a_plain_loop(tiny_run: Any, tmp_path: Path, targets: int, drafters: int, max_grad_norm: float) -> None:
+    config = tiny_run.config(targets=targets, drafters=drafters, optim={"max_grad_norm": max_grad_norm})
     run(config, tmp_path)
     steps = events_of(tmp_path, "step")
     assert [event["step"] for event in steps] == list(range(1, 7))
-    expected = plain_losses(TrainConfig.from_dict(config), events_of(tmp_path, "gate_open")[0]["mask_token_id"])
-    assert [event["loss"] for event in steps] == pytest.approx(expected, rel=1e-6, abs=0)
+    expected = plain_steps(TrainConfig.from_dict(config), events_of(tmp_path, "gate_open")[0]["mask_token_id"])
+    assert [event["loss"] for event in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-5, abs=0)
+    assert [event["grad_norm"] for event in steps] == pytest.approx([norm for _, norm in expected], rel=1e-4, abs=0)
     assert workers_alive() == []
 
 
@@ -109,7 +112,10 @@ def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pyte
     assert (gate_open["documents"], gate_open["mask_token_id"], gate_open["target_layer_ids"]) == (40, 60, [1, 2])
     assert len(step["accuracy"]) == 3
     assert step["acceptance_length"] >= 1
-    assert step["context_tokens_per_s"] > step["draft_tokens_per_s"] > 0
+    assert [event["lr"] for event in events_of(tmp_path, "step")] == [
+        pytest.approx(learning_rate(TrainConfig.from_dict(config), done - 1)) for done in (2, 4, 5)
+    ]
+    assert step["draft_tokens_per_s"] / step["context_tokens_per_s"] == pytest.approx(labels_per_token(config, 4))
     assert step["channel_depths"].keys() == {"batches-0", "features-0-0", "features-0-1"}
     assert step["wait_fractions"].keys() == {"prefetch-0", "target-0", "draft-0", "draft-1"}
     assert all(0 <= share <= 1.01 for ends in step["wait_fractions"].values() for share in ends.values())
@@ -120,6 +126,12 @@ def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pyte
     assert (last["steps"], last["loss"], last["context_tokens"]) == (5, events_of(tmp_path, "step")[-1]["loss"], tokens)
     assert (tmp_path / "checkpoints" / "latest").resolve() == tmp_path / "checkpoints" / "step-5"
     assert any(line.startswith("step 4/5  loss ") and line.endswith("ctx tok/s") for line in caplog.messages)
+
+
+def labels_per_token(config: dict[str, Any], num_batches: int) -> float:
+    found = first_batches(config, num_batches)
+    num_labels = sum(int((block_labels(batch, config["draft"]["block_size"], 1.0)[1] > 0).sum()) for batch in found)
+    return num_labels / sum(int((batch.doc_ids >= 0).sum()) for batch in found)
 
 
 def first_batches(config: dict[str, Any], count: int) -> list[Batch]:
@@ -144,11 +156,12 @@ def test_a_batch_without_anchors_takes_part_with_zero_weight(
 
 
 def test_training_learns_and_saves_what_it_learnt(tiny_run: Any, tmp_path: Path) -> None:
-    config = tiny_run.config(run={"steps": 60, "log_every": 20, "checkpoint_every": 20})
+    config = tiny_run.config(draft={"num_anchors": 24}, run={"steps": 180, "log_every": 60, "checkpoint_every": 60})
     run(config, tmp_path)
-    losses = [event["loss"] for event in events_of(tmp_path, "step")]
-    assert losses[-1] < losses[0] - 0.2
-    first, last = (load_file(tmp_path / "checkpoints" / f"step-{n}" / "model.safetensors") for n in (20, 60))
+    steps = events_of(tmp_path, "step")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
+    assert steps[-1]["accuracy"][0] > 0.5, "the token after the anchor's is the next number"
+    first, last = (load_file(tmp_path / "checkpoints" / f"step-{n}" / "model.safetensors") for n in (60, 180))
     assert first.keys() == last.keys()
     assert not torch.equal(first["fc.weight"], last["fc.weight"])
 
@@ -324,6 +337,47 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_applied(
     assert [event["step"] for event in events_of(tmp_path, "step")] == [1, 2]
 
 
+def test_a_step_that_was_not_applied_is_not_saved(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, train = DraftOptimizer.check, trainer.drafter.Drafter.train
+    training, calls = threading.local(), itertools.count(1)
+
+    def as_on_a_gpu(drafter: Any, *args: Any) -> None:
+        training.now = True
+        train(drafter, *args)
+        training.now = False
+
+    def poisoned(*args: Any) -> LossParts:
+        loss = drafter_loss(*args)
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if next(calls) == 3 else loss
+
+    monkeypatch.setattr(trainer.drafter.Drafter, "train", as_on_a_gpu)
+    monkeypatch.setattr(DraftOptimizer, "check", lambda *args: None if getattr(training, "now", False) else check(*args))
+    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
+    with pytest.raises(NonFiniteError, match="step 2 "):
+        run(tiny_run.config(run={"steps": 8, "log_every": 100, "checkpoint_every": 4}), tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("full", ["step", "failed"])
+def test_a_full_disk_ends_the_run_with_its_first_cause(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    write, no_room, death = EventLog.write, TrainerError("events.jsonl cannot be written"), InjectedError("first")
+
+    def failing(log: EventLog, event: str, /, **fields: Any) -> bool:
+        if event in (full, "failed"):
+            raise no_room
+        return write(log, event, **fields)
+
+    monkeypatch.setattr(EventLog, "write", failing)
+    if full == "failed":
+        fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 4, death)
+    with pytest.raises((TrainerError, InjectedError)) as caught:
+        run(tiny_run.config(drafters=2, run={"steps": 10_000}), tmp_path)
+    assert caught.value is (death if full == "failed" else no_room)
+    assert workers_alive() == []
+
+
 def test_a_message_from_outside_stops_a_run(tiny_run: Any, tmp_path: Path) -> None:
     mailbox: Mailbox = queue.SimpleQueue()
     stop = threading.Thread(target=stop_after_first_step, args=(tmp_path, mailbox))
@@ -340,6 +394,19 @@ def test_a_message_from_outside_stops_a_run(tiny_run: Any, tmp_path: Path) -> No
 def stop_after_first_step(folder: Path, mailbox: Mailbox) -> None:
     until(lambda: (folder / "events.jsonl").exists() and '"step"' in (folder / "events.jsonl").read_text())
     mailbox.put(InjectedError("enough"))
+
+
+def test_more_gpus_than_there_are_is_told_before_anything_is_loaded(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device}")
+    monkeypatch.setattr(trainer.pipeline, "open_shards", lambda *_: pytest.fail("loading began"))
+    gpus = {"target_devices": ["cuda:0"], "drafter_devices": ["cuda:3"]}
+    with pytest.raises(ConfigError, match=r"^pipeline: .* need 4 GPUs, for they name cuda:3; torch sees 1 here$"):
+        run(tiny_run.config(pipeline=gpus), tmp_path)
+    assert [event["event"] for event in events_of(tmp_path)] == ["started", "failed"]
+    assert events_of(tmp_path)[0]["devices"] == {"cuda:0": "the GPU cuda:0", "cuda:3": None}
 
 
 def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

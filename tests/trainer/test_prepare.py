@@ -43,6 +43,12 @@ TRAILING_END = """\
 {% else %}<|endoftext|>{% endif %}"""
 """Like Phi-3's: one more end follows the last answer."""
 
+GLUED_END = """\
+{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% else %}<|endoftext|>{% endif %}"""
+"""Two ends follow the last answer without a space, one follows the others."""
+
 GENERATION = """\
 {% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}\
 {% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
@@ -104,6 +110,11 @@ def marked(tokenizer: Any, tokens: Any, loss_mask: Any) -> str:
             "<|user|>\nhello<|end|>\n<|assistant|>\n⟦hi, you<|end|>⟧\n"
             "<|user|>\nhow?<|end|>\n<|assistant|>\n⟦well<|end|>⟧\n<|endoftext|>",
         ),
+        (
+            GLUED_END,
+            "<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n⟦hi, you<|im_end|>⟧"
+            "<|im_start|>user\nhow?<|im_end|><|im_start|>assistant\n⟦well<|im_end|>⟧<|endoftext|>",
+        ),
         (GENERATION, "[user]hello[assistant]⟦hi, you<|end|>⟧[user]how?[assistant]⟦well<|end|>⟧"),
     ],
 )
@@ -118,6 +129,8 @@ def test_thoughts_that_a_template_leaves_out_are_no_obstacle(make_target: Callab
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(THINKING))
     chat = [CHAT[0], {"role": "assistant", "content": "<think>\na greeting\n</think>\n\nhi"}, *CHAT[2:]]
     assert "assistant\n⟦hi<|im_end|>⟧\n" in marked(tokenizer, *prepare.encode(tokenizer, chat))
+    with pytest.raises(prepare.Dropped, match="nothing but thoughts"):
+        prepare.encode(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>"}])
 
 
 @pytest.mark.parametrize(
@@ -221,6 +234,51 @@ def test_the_held_out_share_depends_on_the_text_alone(make_target: Callable[[str
         assert len(open_shards(folder / "out", "train")) + len(held_out[-1]) == len(records)
     assert held_out[0] == held_out[1] - {"[user]more[assistant]⟦still more<|end|>⟧"}
     assert 20 <= len(held_out[0]) <= 60
+
+
+def test_conversations_that_begin_alike_are_held_out_together(make_target: Callable[[str], Path], tmp_path: Path) -> None:
+    target = make_target(GENERATION)
+    write_lines(tmp_path, [chat(f"question {i}", f"answer {n}", f"and {n}?", "so") for i in range(40) for n in range(2)])
+    assert call(tmp_path, target, "--held-out", "0.5") == 0
+    sides = [texts_of(open_shards(tmp_path / "out", split), target) for split in ("train", "held_out")]
+    questions = [{text.partition("[assistant]")[0] for text in side} for side in sides]
+    assert all(questions)
+    assert not questions[0] & questions[1]
+
+
+def test_a_bad_line_is_a_dropped_conversation(
+    make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = chat("a", "bcd")
+    records = [
+        good,
+        chat("a", "half \ud83d"),
+        {"messages": [{"role": ["user"], "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"messages": [{"role": {}, "content": "a"}]},
+        {"messages": None, "conversations": [{"from": "human", "value": "e"}, {"from": "gpt", "value": "fgh"}]},
+        {"messages": [{"role": None, "from": "human", "content": None, "value": "i"}, good["messages"][1]]},
+    ]
+    write_lines(tmp_path, records)
+    target = make_target(GENERATION)
+    assert call(tmp_path, target, "--held-out", "0") == 0
+    texts = texts_of(open_shards(tmp_path / "out", "train"), target)
+    assert texts == [f"[user]{a}[assistant]⟦{b}<|end|>⟧" for a, b in (("a", "bcd"), ("e", "fgh"), ("i", "bcd"))]
+    out = capsys.readouterr().out
+    assert "  2  a role is none of system, user (human), assistant (gpt)\n" in out
+    assert "  1  a turn's text holds half a character (a lone surrogate)\n" in out
+
+
+@pytest.mark.parametrize("line", [b'{"messages": "\xff"}', b"[" * 100_000])
+def test_a_line_that_cannot_be_decoded_is_named(
+    make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    write_lines(tmp_path, [chat("a", "b")])
+    with (tmp_path / "chats.jsonl").open("ab") as file:
+        file.write(line)
+    assert call(tmp_path, make_target(CHATML)) == 3
+    err = capsys.readouterr().err
+    assert "chats.jsonl:2: not JSON: " in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

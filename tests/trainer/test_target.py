@@ -9,7 +9,7 @@ import transformers
 
 from trainer.config import DraftConfig, TargetConfig
 from trainer.errors import ConfigError, TargetError
-from trainer.model.target import load_target, load_tokenizer, resolve_mask_token_id
+from trainer.model.target import load_target, load_tokenizer, resolve_mask_token_id, resolve_source, tokenizer_digest
 
 CPU = torch.device("cpu")
 DRAFT = DraftConfig(target_layer_ids=[1, 2, 4])
@@ -140,6 +140,26 @@ def test_another_model_type_is_refused_by_name(model_type, tmp_path):
         _load(tmp_path)
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_other_documents_are_refused_by_name(rope_type, tmp_path):
+    rope = {"rope_type": rope_type, "rope_theta": 5000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if rope_type == "longrope" else {}
+    _saved(transformers.LlamaConfig(**TINY, rope_parameters=rope | factors), tmp_path)
+    with pytest.raises(TargetError, match=f"rope_type must not be dynamic or longrope, got {rope_type}"):
+        _load(tmp_path)
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_a_hub(tmp_path, monkeypatch):
+    def asked(*_args, **_options):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", asked)
+    (tmp_path / "targets" / "smollm2").mkdir(parents=True)
+    with pytest.raises(TargetError, match=r"got 'targets/smolm2': no such folder .*/targets/smolm2$"):
+        load_target(TargetConfig(path="targets/smolm2"), tmp_path, CPU, DRAFT)
+    assert resolve_source(TargetConfig(path="Qwen/Qwen3-4B"), tmp_path) == "Qwen/Qwen3-4B"
+
+
 def test_what_cannot_be_loaded_is_one_sentence(tmp_path):
     with pytest.raises(TargetError, match=r"target.path must be a folder or a hub id .* got 'no-such' \(no .*no-such\)"):
         load_target(TargetConfig(path="no-such"), tmp_path, CPU, DRAFT)
@@ -195,6 +215,15 @@ def test_mask_token_defaults_to_a_free_row_then_to_an_unused_control_token(targe
         resolve_mask_token_id(DraftConfig(mask_token_id=7), tokenizer, full)
     with pytest.raises(ConfigError, match=r"draft.mask_token_id is required"):
         resolve_mask_token_id(DraftConfig(), _Tokenizer(tokens, special=(0, 1, 4)), full)
+
+
+def test_a_digest_tells_tokenizers_of_one_size_apart():
+    tokenizer, other = _Tokenizer(["a", "b", "c", "d", "e", "f"], ()), _Tokenizer(["b", "a", "c", "d", "e", "f"], ())
+    assert tokenizer_digest(tokenizer) == tokenizer_digest(_Tokenizer(["a", "b", "c", "d", "e", "f"], ()))
+    assert tokenizer_digest(tokenizer) != tokenizer_digest(other)
+    other = _Tokenizer(["a", "b", "c", "d", "e", "f"], ())
+    other.chat_template = "another"
+    assert tokenizer_digest(tokenizer) != tokenizer_digest(other)
 
 
 @pytest.mark.slow

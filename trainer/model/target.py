@@ -10,6 +10,8 @@ the TargetForwardLoops of one device share one TargetModel. Shape legend: `train
 """
 
 import functools
+import hashlib
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -29,6 +31,9 @@ from trainer.model.draft import TargetInfo, resolve_target_layer_ids
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense decoders whose layers take the same call and need nothing before them but the embedding."""
+
+MOVING_ROPE_TYPES = ("dynamic", "longrope")
+"""Rotary positions that depend on the longest document seen, so a packed document would not be what it is alone."""
 
 _ATTENTION = "packed_documents"
 _LOADING = threading.Lock()
@@ -115,6 +120,10 @@ def load_target(config: TargetConfig, root: Path, device: torch.device, draft: D
         if hf_config.model_type not in MODEL_TYPES:
             allowed = ", ".join(MODEL_TYPES)
             raise TargetError(f"target.path {config.path}: model_type must be one of {allowed}, got {hf_config.model_type}")
+        rope_type = hf_config.rope_parameters["rope_type"]
+        if rope_type in MOVING_ROPE_TYPES:
+            refused = " or ".join(MOVING_ROPE_TYPES)
+            raise TargetError(f"target.path {config.path}: rope_type must not be {refused}, got {rope_type}")
         target_layer_ids = resolve_target_layer_ids(draft, hf_config.num_hidden_layers)
         model = _load_weights(source, config, hf_config)
     return TargetModel(model, target_layer_ids, device)
@@ -127,6 +136,12 @@ def load_tokenizer(config: TargetConfig, root: Path) -> Any:
         return _load(transformers.AutoTokenizer, source, config)
 
 
+def tokenizer_digest(tokenizer: Any) -> str:
+    """16 hex digits that are equal for tokenizers of equal vocabulary and chat template."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
 def resolve_source(config: TargetConfig, root: Path) -> str:
     """The folder of the target, or a hub id as it stands; raises TargetError for neither."""
     folder = root / config.path
@@ -134,6 +149,8 @@ def resolve_source(config: TargetConfig, root: Path) -> str:
         if config.gguf_file and not (folder / config.gguf_file).is_file():
             raise TargetError(f"target.gguf_file must be a file in {folder}, got '{config.gguf_file}'")
         return str(folder)
+    if (root / config.path.split("/")[0]).is_dir():  # a mistyped folder: a hub would be asked for it for a minute
+        raise TargetError(f"target.path must be a folder or a hub id, got '{config.path}': no such folder {folder}")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", config.path):
         return config.path
     raise TargetError(f"target.path must be a folder or a hub id such as Qwen/Qwen3-4B, got '{config.path}' (no {folder})")

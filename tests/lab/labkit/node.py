@@ -116,8 +116,9 @@ class Node:
 
     def children(self, pid: int) -> list[int]:
         """List the child processes of a process, by the node's own pids."""
-        listing = self.path(f"/proc/{pid}/task/{pid}/children")
-        return [int(word) for word in listing.read_text().split()] if listing.exists() else []
+        with contextlib.suppress(OSError):  # It may end at any moment.
+            return [int(word) for word in self.path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return []
 
     def send_signal(self, pid: int, number: signal.Signals) -> None:
         """Signal a process by the node's own pid."""
