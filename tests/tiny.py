@@ -34,13 +34,14 @@ class TinyRun:
         }
         return {name: values | sections.get(name, {}) for name, values in base.items()}
 
-    def write_shards(self, name: str, documents: Sequence[Sequence[int]]) -> None:
+    def write_shards(self, name: str, documents: Sequence[Sequence[int]], held_out: Sequence[Sequence[int]] = ()) -> None:
         """Shards whose documents are all response but for their first two tokens."""
         folder = self.root / name
         folder.mkdir()
         with ShardWriter(folder) as writer:
-            for tokens in documents:
-                writer.append("train", np.array(tokens, dtype=np.uint32), np.arange(len(tokens)) >= 2)
+            for split, group in (("train", documents), ("held_out", held_out)):
+                for tokens in group:
+                    writer.append(split, np.array(tokens, dtype=np.uint32), np.arange(len(tokens)) >= 2)
             writer.finish(tokenizer_digest=self.tokenizer_digest, about={})
 
 
@@ -69,5 +70,6 @@ def make(root: Path) -> TinyRun:
     run = TinyRun(root, tokenizer_digest(tokenizer))
     rng = np.random.default_rng(0)
     spans = [(rng.integers(58), rng.integers(5, 20)) for _ in range(40)]
-    run.write_shards("data", [[2 + (first + i) % 58 for i in range(length)] for first, length in spans])
+    documents = [[2 + (first + i) % 58 for i in range(length)] for first, length in spans]
+    run.write_shards("data", documents, held_out=documents[:7])
     return run

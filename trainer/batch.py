@@ -36,6 +36,8 @@ class Batch:
     """[B, N] int64 slots of the row, ascending; 0 where not valid."""
     anchor_valid: Tensor
     """[B, N] bool; valid ones come first."""
+    held_out: bool = False
+    """Whether drafter 0 only looks at it, and nobody learns from it."""
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; itself where it already lies there."""

@@ -131,6 +131,10 @@ class RunConfig:
     """Steps between two log lines."""
     checkpoint_every: int = field(default=1000, metadata=_bounds(1))
     """Steps between two checkpoints; the last step always writes one."""
+    validate_every: int | None = field(default=None, metadata=_bounds(1))
+    """Steps between two looks at the held-out split; the last step always takes one. None: never."""
+    validate_batches: int = field(default=8, metadata=_bounds(1))
+    """Batches of a look, each time the same, so that looks compare."""
     root: str = "."
     """Folder that relative paths of `target` and `data` start from; set by `dflashctl launch` to the host's root."""
 
@@ -176,6 +180,11 @@ class TrainConfig:
         """Steps of linear warm-up, the default resolved."""
         explicit = self.optim.lr_warmup_steps
         return explicit if explicit is not None else max(1, round(0.04 * self.run.steps))
+
+    def validates_after(self, step: int) -> bool:
+        """Whether the held-out split is looked at once `step` steps are done."""
+        every = self.run.validate_every
+        return every is not None and (step % every == 0 or step == self.run.steps)
 
     @property
     def loss_gamma(self) -> float:

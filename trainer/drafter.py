@@ -1,10 +1,13 @@
 """One DrafterTrainLoop's drafter: model, optimizer and metrics over static slots, and the graphs of its step.
 
 A lone drafter's step is one graph: forward, backward, clip, AdamW. With several, gradients are summed between a graph of
-forward and backward and one of clip and AdamW. Each slot has a graph of its own that reads it in place. Belongs to one thread.
+forward and backward and one of clip and AdamW. Each slot has a graph of its own that reads it in place; where held-out batches
+arrive it has a second one, of the forward alone. Belongs to one thread.
 """
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +18,13 @@ from trainer.anchors import block_labels
 from trainer.batch import NO_DOCUMENT
 from trainer.checkpoint import Staging, save_checkpoint
 from trainer.graphs import DeviceClock, Graphs, compiled
-from trainer.loss import drafter_loss
+from trainer.loss import LossParts, drafter_loss
 from trainer.metrics import StepMetrics
 from trainer.model.attention import draft_mask
 from trainer.model.draft import DraftModel, TargetInfo, copy_draft, forward_blocks
 from trainer.optim import DraftOptimizer, learning_rate
 from trainer.slots import Slot, make_slot
-from trainer.wiring import STALL_S, StepReport, Wiring, enter
+from trainer.wiring import STALL_S, StepReport, Validated, Wiring, enter
 
 _STEPS_IN_FLIGHT = 2
 
@@ -52,6 +55,7 @@ class Drafter:
         self._forward = compiled(self.model, config.pipeline.graphs, self._device)
         self._optimizer = DraftOptimizer(self.model, config)
         self._metrics = StepMetrics(self._spec.block_size, self._device)
+        self._held_out = StepMetrics(self._spec.block_size, self._device)
         self._context_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
         self._sums = torch.zeros(2, device=self._device)
         self._grad_norm = torch.zeros((), device=self._device)
@@ -84,9 +88,18 @@ class Drafter:
         body = self._whole_step if self._alone else self._backward
         self._run = {id(slot): graphs.ready(functools.partial(body, slot)) for slot in slots}
         self._run_apply = graphs.ready(self._apply) if not self._alone else self._apply
+        self._run_look = self._prepare_looks(graphs)
         self._static = [*self.model.parameters(), self._optimizer.flat_grad, self._sums]
         self._static += [tensor for slot in slots for tensor in slot.tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._static]
+
+    def _prepare_looks(self, graphs: Graphs) -> dict[int, Callable[[], None]]:
+        """The forward alone, for the slots that held-out batches come in."""
+        if self._rank != 0 or self._config.run.validate_every is None:
+            return {}
+        slots = self._wiring.slots[0, 0]
+        graphs.warm_up(functools.partial(self._look, slots[0]))
+        return {id(slot): graphs.ready(functools.partial(self._look, slot)) for slot in slots}
 
     def moved_to_this_thread(self) -> "Drafter":
         """Itself, on a stream of the calling thread."""
@@ -99,6 +112,9 @@ class Drafter:
         self._staging = Staging(self.model) if self._rank == 0 else None
         for step in range(self._wiring.dry_batches // len(self._config.pipeline.drafter_devices)):
             self.train(step)
+        for look in self._run_look.values():
+            look()
+        self._held_out.read()
         self.report(0)
         self.check_equal()
         self._clock.reset()
@@ -108,20 +124,33 @@ class Drafter:
         """0-based `step` of all drafters together; at most two are under way on the device."""
         pipeline, rank = self._config.pipeline, self._rank
         sender = (step * len(pipeline.drafter_devices) + rank) % len(pipeline.target_devices)
-        slot = self._wiring.features[sender, rank].receive(timeout_s=STALL_S)
         self._clock.limit((_STEPS_IN_FLIGHT - 1) * self._clock.spans_per_step)
         self._optimizer.begin(step)
-        slot.filled.wait()
-        with self._clock.span():
+        with self._next_slot(sender) as slot, self._clock.span():
             self._run[id(slot)]()
-        slot.free.record()
-        self._wiring.free[sender, rank].send(slot, timeout_s=STALL_S)
         if not self._alone:
             self._wiring.drafter_sum.sum(rank, self._optimizer.flat_grad, self._sums)
             with self._clock.span():
                 self._run_apply()
         if self._device.type == "cpu":
             self._check_finite()
+
+    def validate(self, done: int) -> Validated:
+        """Look at the held-out batches, which target 0 sends after the batches of step `done`; waits for the device."""
+        for _ in range(self._config.run.validate_batches):
+            with self._next_slot(0) as slot:
+                self._run_look[id(slot)]()
+        return Validated(done, self._held_out.read())
+
+    @contextlib.contextmanager
+    def _next_slot(self, sender: int) -> Iterator[Slot]:
+        """The next slot that target `sender` has filled, for the current stream; afterwards it is the target's again."""
+        pair = (sender, self._rank)
+        slot = self._wiring.features[pair].receive(timeout_s=STALL_S)
+        slot.filled.wait()
+        yield slot
+        slot.free.record()
+        self._wiring.free[pair].send(slot, timeout_s=STALL_S)
 
     def report(self, done: int) -> StepReport:
         """What happened since the last report; waits for the device."""
@@ -150,16 +179,25 @@ class Drafter:
 
     def _backward(self, slot: Slot) -> None:
         """Forward and backward into the flat gradient; loss and weight into `_sums`."""
-        features, spec = slot.features, self._spec
-        labels, weights = block_labels(features.batch, spec.block_size, self._config.loss_gamma)
-        mask = draft_mask(features.batch, spec.block_size)
-        hidden = forward_blocks(self._forward, self._parts.embedding, features, mask)
-        loss = drafter_loss(hidden, self._parts.head, labels, weights)
+        batch = slot.features.batch
+        loss, weights = self._loss(slot)
         self._optimizer.zero_grad()
         loss.loss_sum.backward()
-        self._metrics.add(loss, weights, features.batch.anchor_valid)
-        self._context_tokens += (features.batch.doc_ids != NO_DOCUMENT).sum()
+        self._metrics.add(loss, weights, batch.anchor_valid)
+        self._context_tokens += (batch.doc_ids != NO_DOCUMENT).sum()
         self._sums.copy_(torch.stack([loss.loss_sum.detach(), loss.weight_sum]))
+
+    @torch.no_grad()
+    def _look(self, slot: Slot) -> None:
+        loss, weights = self._loss(slot)
+        self._held_out.add(loss, weights, slot.features.batch.anchor_valid)
+
+    def _loss(self, slot: Slot) -> tuple[LossParts, Tensor]:
+        """The loss of the slot's blocks, and their weights [B, N, K]."""
+        features, size = slot.features, self._spec.block_size
+        labels, weights = block_labels(features.batch, size, self._config.loss_gamma)
+        hidden = forward_blocks(self._forward, self._parts.embedding, features, draft_mask(features.batch, size))
+        return drafter_loss(hidden, self._parts.head, labels, weights), weights
 
     def _apply(self) -> None:
         self._grad_norm.copy_(self._optimizer.apply(self._sums[0], self._sums[1]))

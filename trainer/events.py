@@ -2,8 +2,8 @@
 
 Written by the trainer, read by the command line, so standard library only. Every event has `event`, `time` (ISO 8601 UTC) and
 `elapsed_s` (monotonic, since `started`). The first is `started`, the last `finished` or `failed`; between them `gate_open`,
-`step`, `checkpoint` and once `steady`, which proves what `finished` proves again. Numbers that are not known are null; a
-non-finite number is written as null, so that every line is strict JSON.
+`step`, `validation`, `checkpoint` and once `steady`, which proves what `finished` proves again. Numbers that are not known are
+null; a non-finite number is written as null, so that every line is strict JSON.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ GATE_OPEN: Final = "gate_open"
 STEP: Final = "step"
 STEADY: Final = "steady"
 CHECKPOINT: Final = "checkpoint"
+VALIDATION: Final = "validation"
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
 FINAL: Final = frozenset({FINISHED, FAILED})

@@ -96,14 +96,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _cross_entropy(
     hidden_TE: Tensor, head_VE: Tensor, labels_T: Tensor, weights_T: Tensor, wants_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weighted sum, likeliest tokens, gradient of the logits in the head's type) of one chunk."""
+    """(weighted sum, likeliest tokens, gradient of the logits in the head's type, if wanted) of one chunk."""
     logits_TV = (hidden_TE @ head_VE.T).to(torch.promote_types(hidden_TE.dtype, torch.float32))
     predicted_T = logits_TV.argmax(dim=-1)
     log_total_T = logits_TV.logsumexp(dim=-1)
     label_logits_T = logits_TV.gather(-1, labels_T[:, None])[:, 0]
     loss = ((log_total_T - label_logits_T) * weights_T).sum()
     if not wants_grad:
-        return loss, predicted_T, logits_TV
+        return loss, predicted_T, loss
     is_label_TV = labels_T[:, None] == torch.arange(logits_TV.shape[1], device=labels_T.device)
     grad_TV = ((logits_TV - log_total_T[:, None]).exp() - is_label_TV.to(logits_TV.dtype)) * weights_T[:, None]
     return loss, predicted_T, grad_TV.to(head_VE.dtype)

@@ -35,6 +35,7 @@ from trainer.wiring import (
     Message,
     Saved,
     StepReport,
+    Validated,
     Wiring,
     Worker,
     run_worker,
@@ -55,6 +56,8 @@ class Loaded:
     """What a run needs in memory before its workers start."""
 
     shards: Shards
+    held_out: Shards | None = None
+    """Only if the run validates."""
     targets: dict[str, TargetModel]
     """By device; loops of one device share it, for they only read."""
     initial: DraftModel
@@ -141,6 +144,7 @@ def load_all(config: TrainConfig) -> Loaded:
     """Target and data as `config` names them; data first, for it is quick to refuse; raises TrainerError."""
     root = Path(config.run.root)
     shards = open_shards(root / config.data.path, "train")
+    held_out = open_shards(root / config.data.path, "held_out") if config.run.validate_every else None
     tokenizer = load_tokenizer(config.target, root)
     targets = {
         device: load_target(config.target, root, torch.device(device), config.draft)
@@ -148,22 +152,24 @@ def load_all(config: TrainConfig) -> Loaded:
     }
     target = next(iter(targets.values()))
     spec = resolve_draft(config.draft, target.info, resolve_mask_token_id(config.draft, tokenizer, target.info))
-    check_fits(
-        shards,
-        row_tokens=config.batch.row_tokens,
-        vocab_size=target.info.vocab_size,
-        tokenizer_digest=tokenizer_digest(tokenizer),
-        mask_token_id=spec.mask_token_id,
-    )
+    for split in filter(None, (shards, held_out)):
+        check_fits(
+            split,
+            row_tokens=config.batch.row_tokens,
+            vocab_size=target.info.vocab_size,
+            tokenizer_digest=tokenizer_digest(tokenizer),
+            mask_token_id=spec.mask_token_id,
+        )
     ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}
     initial = build_draft(spec, config.run.seed, torch.device("cpu"))
-    return Loaded(shards=shards, targets=targets, initial=initial, ends=ends)
+    return Loaded(shards=shards, held_out=held_out, targets=targets, initial=initial, ends=ends)
 
 
 def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> None:
     pipeline = wiring.config.pipeline
     source = batches(loaded.shards, wiring.config)
-    crew.start("prefetch-0", functools.partial(batch_prefetcher, wiring=wiring, source=source))
+    held_out = functools.partial(batches, loaded.held_out, wiring.config) if loaded.held_out else None
+    crew.start("prefetch-0", functools.partial(batch_prefetcher, wiring=wiring, source=source, held_out=held_out))
     for rank, device in enumerate(pipeline.target_devices):
         loop = functools.partial(target_forward_loop, wiring=wiring, rank=rank, target=loaded.targets[device])
         crew.start(f"target-{rank}", loop)
@@ -191,6 +197,8 @@ def _report(reporter: Reporter, message: Message) -> None:
             reporter.gate_open()
         case StepReport():
             reporter.step_report(message)
+        case Validated():
+            reporter.validated(message)
         case Saved():
             reporter.saved(message)
 

@@ -21,7 +21,6 @@ from trainer.model.target import TargetModel
 from trainer.optim import DraftOptimizer
 from trainer.packing import batches
 from trainer.pipeline import Loaded
-from trainer.slots import tensors_of
 
 
 def plain_losses(config: TrainConfig, loaded: Loaded, steps: int) -> list[float]:
@@ -45,9 +44,9 @@ def plain_losses(config: TrainConfig, loaded: Loaded, steps: int) -> list[float]
 
 def rows_of(batch: Batch) -> Iterator[Batch]:
     """A batch as batches of one row."""
-    for row in zip(*(tensor.split(1) for tensor in tensors_of(batch)), strict=True):
-        names = [f.name for f in dataclasses.fields(batch) if f.name != "index"]
-        yield Batch(index=batch.index, **dict(zip(names, row, strict=True)))
+    for r in range(len(batch.tokens)):
+        values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+        yield Batch(**{name: v[r : r + 1] if isinstance(v, Tensor) else v for name, v in values.items()})
 
 
 def _accumulate(

@@ -21,7 +21,7 @@ from trainer.events import EventLog
 from trainer.metrics import Totals
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
 from trainer.proof import Proof, waits
-from trainer.wiring import Saved, StepReport, Wiring
+from trainer.wiring import Saved, StepReport, Validated, Wiring
 
 log = logging.getLogger("trainer")
 _SHOWN_POSITIONS = 3
@@ -168,6 +168,20 @@ class Reporter:
         }
         depths = {channel.name: channel.statistics().depth for channel in self._wiring.channels}
         return {"channel_depths": depths, "wait_fractions": fractions}
+
+    def validated(self, validated: Validated) -> None:
+        """The held-out split was looked at."""
+        totals = validated.totals
+        self._events.write(
+            events.VALIDATION,
+            step=validated.step,
+            loss=totals.loss,
+            accuracy=totals.accuracy,
+            acceptance_length=totals.acceptance_length,
+            blocks=totals.num_blocks,
+        )
+        loss, length = _shown(totals.loss, ".3f"), _shown(totals.acceptance_length, ".2f")
+        log.info("held out after step %d: loss %s, accept %s", validated.step, loss, length)
 
     def saved(self, saved: Saved) -> None:
         """A checkpoint lies on disk."""

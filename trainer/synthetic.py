@@ -49,7 +49,8 @@ def loader(shape: str, document_tokens: tuple[int, int], num_documents: int = 51
         shards = random_shards(vocab_size - 1, document_tokens, num_documents)
         ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}
         initial = build_draft(spec, config.run.seed, torch.device("cpu"))
-        return Loaded(shards=shards, targets=targets, initial=initial, ends=ends)
+        held_out = random_shards(vocab_size - 1, document_tokens, num_documents) if config.run.validate_every else None
+        return Loaded(shards=shards, held_out=held_out, targets=targets, initial=initial, ends=ends)
 
     return load
 

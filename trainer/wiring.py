@@ -46,6 +46,14 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Validated:
+    """What the drafters make of the held-out split after `step` steps."""
+
+    step: int
+    totals: Totals
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint lies on disk."""
 
@@ -69,7 +77,7 @@ class Died:
     error: BaseException
 
 
-Message = GateOpened | StepReport | Saved | Ended | Died
+Message = GateOpened | StepReport | Validated | Saved | Ended | Died
 Mailbox = queue.SimpleQueue[Message | BaseException]
 """What the supervisor reads. A bare exception comes from a signal handler: stop, with this as the cause."""
 

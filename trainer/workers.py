@@ -10,6 +10,7 @@ Each function runs in a thread of its own: `prefetch-0`, `target-<t>`, `draft-<d
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 from trainer.batch import Batch
@@ -21,8 +22,10 @@ from trainer.packing import blank_batch
 from trainer.wiring import STALL_S, Saved, Wiring, Worker
 
 
-def batch_prefetcher(worker: Worker, wiring: Wiring, source: Iterator[Batch]) -> None:
-    """BatchPrefetcher: deal the run's batches out to the targets, in turn."""
+def batch_prefetcher(
+    worker: Worker, wiring: Wiring, source: Iterator[Batch], held_out: Callable[[], Iterator[Batch]] | None = None
+) -> None:
+    """BatchPrefetcher: deal the run's batches out to the targets, in turn; those `held_out` go to target 0 for drafter 0."""
     config, outs = wiring.config, wiring.batches
     num_drafters = len(config.pipeline.drafter_devices)
     wiring.captured.pass_through(worker.name, timeout_s=STALL_S)
@@ -33,6 +36,10 @@ def batch_prefetcher(worker: Worker, wiring: Wiring, source: Iterator[Batch]) ->
     for index in range(config.run.steps * num_drafters):
         worker.step = index // num_drafters + 1
         outs[index % len(outs)].send(next(source), timeout_s=STALL_S)
+        done, rest = divmod(index + 1, num_drafters)
+        if held_out is not None and rest == 0 and config.validates_after(done):
+            for batch in itertools.islice(held_out(), config.run.validate_batches):
+                outs[0].send(dataclasses.replace(batch, held_out=True), timeout_s=STALL_S)
     for out in outs:
         out.close()
 
@@ -43,7 +50,7 @@ def target_forward_loop(worker: Worker, wiring: Wiring, rank: int, target: Targe
     inbox = wiring.batches[rank]
 
     def pass_on(batch: Batch) -> None:
-        drafter = batch.index % num_drafters
+        drafter = 0 if batch.held_out else batch.index % num_drafters
         wiring.features[rank, drafter].send(forward.fill(batch, drafter), timeout_s=STALL_S)
 
     with wiring.captured.turn(worker.name, timeout_s=STALL_S):
@@ -55,7 +62,8 @@ def target_forward_loop(worker: Worker, wiring: Wiring, rank: int, target: Targe
     forward.reset()
     wiring.gate.pass_through(worker.name, timeout_s=STALL_S)
     while (batch := _next_batch(inbox)) is not None:
-        worker.step = batch.index // num_drafters + 1
+        if not batch.held_out:
+            worker.step = batch.index // num_drafters + 1
         pass_on(batch)
 
 
@@ -80,6 +88,8 @@ def drafter_train_loop(worker: Worker, wiring: Wiring, rank: int, make: Callable
         last = done == run.steps
         if last or done % run.log_every == 0:
             worker.mailbox.put(drafter.report(done))
+        if rank == 0 and wiring.config.validates_after(done):
+            worker.mailbox.put(drafter.validate(done))
         if last or done % run.checkpoint_every == 0:
             drafter.check_equal()
             if rank == 0:

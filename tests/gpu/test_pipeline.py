@@ -56,6 +56,16 @@ def test_a_slot_each_has_its_graph(config, train):
     assert told[-1]["captures_before_gate"] == 6, "the target's and the drafter's of three slots"
 
 
+@pytest.mark.parametrize("drafters", ["0", "00"])
+def test_looks_at_held_out_batches_are_replays_too(config, train, drafters):
+    told = train(config("0", drafters, run={"steps": 8, "validate_every": 4, "validate_batches": 2}))
+    assert_still(told[-1])
+    looks = [event["loss"] for event in told if event["event"] == "validation"]
+    assert len(looks) == 2
+    assert all(math.isfinite(loss) for loss in looks)
+    assert looks[1] != looks[0]
+
+
 @two_gpus
 def test_two_targets_and_six_drafters_over_two_gpus(config, train, tmp_path):
     told = train(config("01", "000111", run={"steps": 300, "log_every": 50, "checkpoint_every": 100}))

@@ -21,7 +21,7 @@ from trainer.batch import Batch, FeatureBatch
 from trainer.channel import Channel
 from trainer.config import TrainConfig
 from trainer.dataset import open_shards
-from trainer.errors import ConfigError, NonFiniteError, TrainerError, WorkerError
+from trainer.errors import ConfigError, DataError, NonFiniteError, TrainerError, WorkerError
 from trainer.events import EventLog
 from trainer.loss import LossParts, drafter_loss
 from trainer.model.attention import draft_mask
@@ -425,3 +425,36 @@ def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkey
     assert events_of(tmp_path)[-1]["event"] == "failed"
     release.set()
     until(lambda: workers_alive() == [])
+
+
+@pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (2, 3)])
+def test_held_out_batches_are_looked_at_and_teach_nothing(tiny_run: Any, tmp_path: Path, targets: int, drafters: int) -> None:
+    steps, told = {"steps": 5}, []
+    for name, more in (("without", {}), ("with", {"validate_every": 2, "validate_batches": 3})):
+        (tmp_path / name).mkdir()
+        run(tiny_run.config(targets=targets, drafters=drafters, run=steps | more), tmp_path / name)
+        told.append([event["loss"] for event in events_of(tmp_path / name, "step")])
+    assert told[0] == told[1]
+    looks = events_of(tmp_path / "with", "validation")
+    assert [look["step"] for look in looks] == [2, 4, 5]
+    assert looks[0]["loss"] > looks[1]["loss"] > looks[2]["loss"]
+    assert looks[0]["blocks"] == looks[2]["blocks"] > 0
+
+
+def test_a_look_measures_the_drafter_as_it_is(tiny_run: Any, tmp_path: Path) -> None:
+    sections = {"optim": {"lr": 1e-12}, "run": {"steps": 1, "validate_every": 1, "validate_batches": 2}}
+    run(tiny_run.config(**sections), tmp_path)
+    config = TrainConfig.from_dict(tiny_run.config(**sections))
+    target = load_target(config.target, tiny_run.root, torch.device("cpu"), config.draft)
+    spec = resolve_draft(config.draft, target.info, events_of(tmp_path, "gate_open")[0]["mask_token_id"])
+    model = build_draft(spec, config.run.seed, torch.device("cpu"))
+    stream = batches(open_shards(tiny_run.root / "data", "held_out"), config)
+    parts = [forward(batch, target, model, config) for batch in itertools.islice(stream, 2)]
+    expected = sum(part.loss_sum.item() for part in parts) / sum(part.weight_sum.item() for part in parts)
+    assert events_of(tmp_path, "validation")[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_that_validates_needs_held_out_documents(tiny_run: Any, tmp_path: Path) -> None:
+    tiny_run.write_shards("no-held-out", [[5, 6, 7, 8, 9, 10]])
+    with pytest.raises(DataError, match="held_out: the data set is empty"):
+        run(tiny_run.config(data={"path": "no-held-out"}, run={"validate_every": 2}), tmp_path)
