@@ -86,6 +86,10 @@ class Context:
             self.out.note(f"warning: {self.history.torn_lines} unreadable line(s) in the history were passed over")
         return self.hosts.get(record.host), record
 
+    def lost(self, error: DflashctlError) -> None:
+        """Say that a link is opened again."""
+        self.out.note(f"{error}; connecting again")
+
     def refresh(self, host: "Host") -> None:
         """Take in what the host knows of runs."""
         from dflashctl import watch
@@ -176,6 +180,42 @@ def launch(
         _follow(ctx, session, ctx.history.find(f"{started.host}:{started.run}"), 0, started.document())
 
 
+@app.command()
+def smoke(
+    tag: Annotated[str, typer.Option("--tag", help="The experiment.")],
+    experiment: File = None,
+    host: HostName = None,
+    gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPUs by nvidia-smi's index.")] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Try a few steps of experiment TAG at its real size on its real devices: go (0) or no-go (1), and why.
+
+    Example: dflashctl smoke --tag threadwarm && dflashctl launch --tag threadwarm
+    """
+    from dflashctl import launch as verbs
+    from dflashctl import placement, render, watch
+    from dflashctl.experiment import check_tag, load_experiment
+
+    ctx = _context(as_json)
+    loaded = load_experiment(check_tag(tag), experiment or ctx.experiments, sets or [])
+    place, source = ctx.host(host, loaded.host)
+    ctx.out.note(f"host {place.name} ({source})")
+    options = verbs.Options(gpus=placement.parse_gpus(gpus) if gpus is not None else None, smoke=True, startup_seconds=0)
+    with ctx.session(place) as session:
+        started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
+        record = ctx.history.find(f"{started.host}:{started.run}")
+        ctx.out.note(f"{started.run} tries a few steps; its log is {started.log}")
+        state = watch.follow(session, record, lambda _data: None, ctx.lost, 0)
+        watch.remember(ctx.history, record, state)
+        found = verbs.verdict(session, record)
+    if as_json:
+        ctx.out.document({"run": started.run, "host": started.host, **found})
+    else:
+        render.verdict(ctx.out, started.run, found)
+    raise typer.Exit(ExitCode.OK if found["go"] else ExitCode.RUN_FAILED)
+
+
 def _progress(out: "Renderer") -> Any:
     def report(what: str, value: Any) -> None:
         if what == "deployed":
@@ -197,11 +237,8 @@ def _follow(
     """Show the log until the run ends; exit 0 if it exited 0, else 1. Ctrl-C leaves the run alone."""
     from dflashctl import render, watch
 
-    def lost(error: DflashctlError) -> None:
-        ctx.out.note(f"{error}; connecting again")
-
     try:
-        state = watch.follow(session, record, ctx.out.log, lost, offset, lines)
+        state = watch.follow(session, record, ctx.out.log, ctx.lost, offset, lines)
     except KeyboardInterrupt:
         hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
         raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
