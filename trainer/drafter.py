@@ -56,7 +56,7 @@ class Drafter:
         self._sums = torch.zeros(2, device=self._device)
         self._grad_norm = torch.zeros((), device=self._device)
         self._facts = wiring.facts[f"draft-{rank}"]
-        self._clock = self._facts.clock = DeviceClock(self._device)
+        self._clock = self._facts.clock = DeviceClock(self._device, spans_per_step=1 if self._alone else 2)
         self._prepare(self._make_slots())
 
     def _make_slots(self) -> list[Slot]:
@@ -109,7 +109,7 @@ class Drafter:
         pipeline, rank = self._config.pipeline, self._rank
         sender = (step * len(pipeline.drafter_devices) + rank) % len(pipeline.target_devices)
         slot = self._wiring.features[sender, rank].receive(timeout_s=STALL_S)
-        self._clock.limit((_STEPS_IN_FLIGHT - 1) * (1 if self._alone else 2))
+        self._clock.limit((_STEPS_IN_FLIGHT - 1) * self._clock.spans_per_step)
         self._optimizer.begin(step)
         slot.filled.wait()
         with self._clock.span():

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -86,8 +87,7 @@ def compiled(module: nn.Module, mode: Mode, device: torch.device) -> nn.Module:
     if device.type == "cpu":
         return module
     how = "reduce-overhead" if mode in ("lazy", "mainwarm") else "default"
-    compiled: nn.Module = torch.compile(module, fullgraph=True, dynamic=False, mode=how)
-    return compiled
+    return cast(nn.Module, torch.compile(module, fullgraph=True, dynamic=False, mode=how))
 
 
 class DeviceClock:
@@ -97,8 +97,9 @@ class DeviceClock:
     the same GPU makes them longer; on the CPU by the host's clock.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, spans_per_step: int = 1) -> None:
         """No time has passed."""
+        self.spans_per_step = spans_per_step
         self._cuda = device.type == "cuda"
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._spare: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -109,8 +110,8 @@ class DeviceClock:
         self.limit(0)
         self.busy_s = 0.0
         self.num_spans = 0
-        self.first_s: float | None = None
-        """The first span."""
+        self.first_step_s: float | None = None
+        """The spans of the first step."""
 
     @contextlib.contextmanager
     def span(self) -> Iterator[None]:
@@ -137,7 +138,8 @@ class DeviceClock:
     def _count(self, seconds: float) -> None:
         self.busy_s += seconds
         self.num_spans += 1
-        self.first_s = seconds if self.first_s is None else self.first_s
+        if self.num_spans == self.spans_per_step:
+            self.first_step_s = self.busy_s
 
 
 def _timing_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:

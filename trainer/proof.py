@@ -68,14 +68,13 @@ class Proof:
     def _stage(self, name: str, facts: StageFacts, seconds: float) -> dict[str, Any]:
         busy_s, spans = self._busy[name]
         now = waits(self._wiring)[name]
-        alone = len(self._config.pipeline.drafter_devices) == 1 or name.startswith("target")
-        counted = _spans(facts) - spans
-        step_s = (_busy_s(facts) - busy_s) / counted * (1 if alone else 2) if counted else None
+        clock, counted = facts.clock, _spans(facts) - spans
+        step_s = (clock.busy_s - busy_s) / counted * clock.spans_per_step if clock and counted else None
         return {
             "device": facts.device,
             "compile_s": facts.compile_s,
             "capture_s": facts.capture_s,
-            "first_step_s": facts.clock.first_s if facts.clock else None,
+            "first_step_s": clock.first_step_s if clock else None,
             "steady_step_s": step_s,
             "busy": (_busy_s(facts) - busy_s) / seconds,
             "waits": {end: (total - self._waits[name][end]) / seconds for end, total in now.items()},

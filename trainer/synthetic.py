@@ -63,7 +63,7 @@ def random_target(shape: str, config: TrainConfig, device: torch.device) -> Targ
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=1e6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         max_position_embeddings=40960,
         tie_word_embeddings=False,
     )

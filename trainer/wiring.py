@@ -24,6 +24,9 @@ from trainer.slots import Slot
 STALL_S = 1800.0
 """No wait between workers lasts longer; a stage that hangs ends the run by then."""
 
+_COMPILATIONS = 64
+"""Of one function: one for each GPU and shape, all wanted. torch stops at 8."""
+
 
 @dataclass(frozen=True, slots=True)
 class GateOpened:
@@ -160,5 +163,6 @@ def enter(device: torch.device, wiring: Wiring) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
+        torch._dynamo.config.recompile_limit = _COMPILATIONS  # the setting belongs to a thread since torch 2.12
     else:
         torch.set_num_threads(wiring.cpu_threads)

@@ -101,3 +101,23 @@ def test_an_open_gate_stays_open(start: Callable[[str], threading.Thread], gate:
 def test_a_wait_that_lasts_too_long_names_who_is_missing(gate: StartupGate) -> None:
     with pytest.raises(TimeoutError, match=r"startup gate: b, c did not arrive within 0\.01 s"):
         gate.pass_through("a", timeout_s=0.01)
+
+
+def test_turns_go_in_order_whoever_comes_first(gate: StartupGate, log: list[str]) -> None:
+    def prepare(party: str) -> None:
+        with gate.turn(party, timeout_s=10):
+            log.append(party)
+
+    threads = [threading.Thread(target=prepare, args=(party,), daemon=True) for party in "cba"]
+    for thread in threads:
+        thread.start()
+        thread.join(0.02)
+    join(*threads)
+    assert log == ["a", "b", "c"]
+
+
+def test_nobody_prepares_after_one_has_failed(gate: StartupGate) -> None:
+    with pytest.raises(ValueError, match="broken"), gate.turn("a", timeout_s=10):
+        raise ValueError("broken")
+    with pytest.raises(TimeoutError), gate.turn("b", timeout_s=0.01):
+        pass

@@ -1,0 +1,19 @@
+import json
+import os
+import subprocess
+import sys
+
+SMALL = "--shape tiny --rows 2 --row-tokens 64 --anchors 4 --block-size 4 --layers 1 --dtype float32 --steps 8"
+
+
+def test_a_run_is_measured_and_told_as_one_document():
+    command = [sys.executable, "-m", "trainer.bench", "run", *SMALL.split(), "--graphs", "none"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    devices = ["--targets", "cpu", "--drafters", "cpu,cpu"]
+    done = subprocess.run([*command, *devices], capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    measured = json.loads(done.stdout)
+    assert len(measured["losses"]) == 4
+    steady = measured["steady"]
+    assert steady["steps_per_s"] * 2 * 2 * 64 == steady["context_tokens_per_s"], "every row is full"
+    assert steady["stages"].keys() == {"target-0", "draft-0", "draft-1"}

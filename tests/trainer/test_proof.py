@@ -1,0 +1,81 @@
+import json
+import time
+
+import pytest
+import torch
+
+from trainer.config import TrainConfig
+from trainer.model.draft import TargetInfo, resolve_draft
+from trainer.proof import Proof, draft_flop, target_flop
+from trainer.wiring import wire
+
+QWEN3_8B = TargetInfo(
+    model_type="qwen3",
+    num_layers=36,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    initializer_range=0.02,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+
+
+def config(root=".", **batch):
+    return TrainConfig.from_dict(
+        {
+            "target": {"path": "t"},
+            "data": {"path": "d"},
+            "batch": batch,
+            "pipeline": {"target_devices": ["cpu"], "drafter_devices": ["cpu", "cpu"], "graphs": "none"},
+            "run": {"root": str(root)},
+        }
+    )
+
+
+def test_flop_of_qwen3_8b():
+    # 4 rows of 3072 slots, 512 blocks of 16, counted elsewhere: 296 TF for the drafter, of which 14 are scores of attention and
+    # 5 logits of slot 0, and 184 TF for all 36 layers of the target, of which 11 are scores; 34 layers are run
+    four_rows = config(rows=4, row_tokens=3072)
+    spec = resolve_draft(four_rows.draft, QWEN3_8B, 151669)
+    assert draft_flop(four_rows, spec, 151936) == pytest.approx(277e12, rel=0.02)
+    assert target_flop(four_rows, spec, QWEN3_8B) == pytest.approx(173e12 * 34 / 36, rel=0.02)
+
+
+def test_rates_and_fractions_count_from_the_mark():
+    run = config(rows=1, row_tokens=64)
+    wiring = wire(run, on_open=lambda: None)
+    proof = Proof(run, wiring, resolve_draft(run.draft, QWEN3_8B, 0), QWEN3_8B)
+    with pytest.raises(TimeoutError):
+        wiring.batches[0].receive(timeout_s=0.05)
+    proof.mark()
+    with pytest.raises(TimeoutError):
+        wiring.features[0, 1].receive(timeout_s=0.05)
+    time.sleep(0.05)
+    wiring.facts["draft-0"].captures += 1
+    read = proof.read(steps=3, context_tokens=30, draft_tokens=60)
+    proof.close()
+    assert (read["captures_before_gate"], read["captures_after_gate"], read["recompiles"]) == (0, 1, 0)
+    assert read["stages"]["target-0"]["waits"] == {"in": 0, "out": 0}
+    assert 0.1 < read["stages"]["draft-1"]["waits"]["in"] < 1
+    assert read["context_tokens_per_s"] == pytest.approx(read["steps_per_s"] * 10)
+    assert read["draft_tokens_per_s"] == pytest.approx(read["steps_per_s"] * 20)
+    assert read["gpus"] == {}
+    assert read["stages"]["draft-0"]["steady_step_s"] is None, "unknown is not zero"
+    json.dumps(read)
+
+
+def test_a_recompilation_is_counted():
+    run = config(rows=1, row_tokens=64)
+    proof = Proof(run, wire(run, on_open=lambda: None), resolve_draft(run.draft, QWEN3_8B, 0), QWEN3_8B)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    read = proof.read(steps=1, context_tokens=1, draft_tokens=1)
+    proof.close()
+    assert read["recompiles"] == 1
