@@ -9,16 +9,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, StdoutClosed, UsageError
+from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, SmokeRefusal, StdoutClosed, UsageError
 
 if TYPE_CHECKING:
+    from dflashctl.experiment import Experiment
     from dflashctl.hosts import Host, Hosts
+    from dflashctl.launch import Options
     from dflashctl.render import Renderer
     from dflashctl.runs import History, RunRecord
     from dflashctl.session import HostSession
@@ -147,6 +149,7 @@ def launch(
     no_deploy: Annotated[bool, typer.Option("--no-deploy", help="Run the host's active release as it is.")] = False,
     warm_cache: Annotated[bool, typer.Option("--warm-cache", help="Share a compile cache with runs alike.")] = False,
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Empty the host's default inductor cache.")] = False,
+    smoke_first: Annotated[bool, typer.Option("--smoke", help="Only if a smoke run says go.")] = False,
     startup_seconds: Annotated[float, typer.Option(min=0, max=3600, help="How long to watch the start.")] = 5.0,
     as_json: Json = False,
 ) -> None:
@@ -170,6 +173,10 @@ def launch(
         startup_seconds=startup_seconds,
     )
     with ctx.session(place) as session:
+        if smoke_first:
+            run, found = _smoke(ctx, session, loaded, options)
+            if not found["go"]:
+                raise SmokeRefusal(f"{run} says no-go: {'; '.join(found['reasons'])}", details={"run": run, **found})
         started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
         if not as_json:
             render.launched(ctx.out, started)
@@ -194,26 +201,35 @@ def smoke(
     Example: dflashctl smoke --tag threadwarm && dflashctl launch --tag threadwarm
     """
     from dflashctl import launch as verbs
-    from dflashctl import placement, render, watch
+    from dflashctl import placement, render
     from dflashctl.experiment import check_tag, load_experiment
 
     ctx = _context(as_json)
     loaded = load_experiment(check_tag(tag), experiment or ctx.experiments, sets or [])
     place, source = ctx.host(host, loaded.host)
     ctx.out.note(f"host {place.name} ({source})")
-    options = verbs.Options(gpus=placement.parse_gpus(gpus) if gpus is not None else None, smoke=True, startup_seconds=0)
+    chosen = placement.parse_gpus(gpus) if gpus is not None else None
     with ctx.session(place) as session:
-        started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
-        record = ctx.history.find(f"{started.host}:{started.run}")
-        ctx.out.note(f"{started.run} tries a few steps; its log is {started.log}")
-        state = watch.follow(session, record, lambda _data: None, ctx.lost, 0)
-        watch.remember(ctx.history, record, state)
-        found = verbs.verdict(session, record)
+        run, found = _smoke(ctx, session, loaded, verbs.Options(gpus=chosen))
     if as_json:
-        ctx.out.document({"run": started.run, "host": started.host, **found})
+        ctx.out.document({"run": run, "host": place.name, **found})
     else:
-        render.verdict(ctx.out, started.run, found)
+        render.verdict(ctx.out, run, found)
     raise typer.Exit(ExitCode.OK if found["go"] else ExitCode.RUN_FAILED)
+
+
+def _smoke(ctx: Context, session: "HostSession", loaded: "Experiment", options: "Options") -> tuple[str, dict[str, Any]]:
+    """Run a smoke test to its end; its name and what it found."""
+    from dflashctl import launch as verbs
+    from dflashctl import watch
+
+    options = replace(options, smoke=True, startup_seconds=0)
+    started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
+    record = ctx.history.find(f"{started.host}:{started.run}")
+    ctx.out.note(f"{started.run} tries a few steps; its log is {started.log}")
+    state = watch.follow(session, record, lambda _data: None, ctx.lost, 0)
+    watch.remember(ctx.history, record, state)
+    return started.run, verbs.verdict(session, record)
 
 
 def _progress(out: "Renderer") -> Any:

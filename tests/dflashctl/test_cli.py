@@ -208,3 +208,6 @@ def test_smoke_is_a_run_with_a_verdict(bench, script: str, code: int, text: str)
     if code < 2:
         assert bench("smoke", "--tag", "quick", "--json").document["go"] is (code == 0)
         assert bench("runs").stdout.startswith("quick-smoke-2\t")
+        launched = bench("launch", "--tag", "quick", "--smoke", "--startup-seconds", "30")
+        assert launched.exit_code == code
+        assert bench.run_folder("quick-1").exists() is (code == 0)
