@@ -112,7 +112,7 @@ class PipelineConfig:
     drafter_devices: list[str] = field(default_factory=lambda: ["cuda:1"])
     """One DrafterTrainLoop for each entry; a device may be named twice."""
     channel_capacity: int = field(default=2, metadata=_bounds(1, 64))
-    """Batches that a channel holds before its sender waits."""
+    """Static buffers between a target and each of its drafters; with 2 one is filled while the other is trained on."""
     graphs: Graphs = "threadwarm"
     """How a drafter's step becomes a CUDA graph: none, lazy, mainwarm, threadwarm. On CPU only `none` exists."""
     allow_unsound: bool = False
@@ -287,7 +287,7 @@ def _check_together(config: TrainConfig) -> None:
     if kinds == {"cpu"} and pipeline.graphs != "none":
         raise ConfigError(f"pipeline.graphs must be none on cpu, got {pipeline.graphs}")
     if pipeline.graphs in ("lazy", "mainwarm") and not pipeline.allow_unsound:
-        reason = {"lazy": "crashes in cudagraph-trees", "mainwarm": "runs and is silently wrong"}[pipeline.graphs]
+        reason = {"lazy": "crashes in cudagraph-trees", "mainwarm": "aborts or is silently wrong"}[pipeline.graphs]
         raise ConfigError(
             f"pipeline.graphs: {pipeline.graphs} {reason} when drafters share a process; "
             "use threadwarm, or set pipeline.allow_unsound: true to see it"

@@ -90,7 +90,7 @@ def train(
     reporter.started()
     try:
         _check_devices(config)
-        loaded = crew.load(functools.partial(load or load_all, config))
+        loaded = crew.load(lambda: _settled((load or load_all)(config)))
         reporter.loaded(loaded.spec, loaded.shards)
         wiring = wire(config, on_open=lambda: _open(crew, reporter, wiring, loaded))
         crew.on_abort = wiring.abort
@@ -127,6 +127,14 @@ def _check_devices(config: TrainConfig) -> None:
             f"pipeline: target_devices and drafter_devices need {config.num_gpus} GPUs, for they name "
             f"cuda:{config.num_gpus - 1}; torch sees {available} here"
         )
+
+
+def _settled(loaded: Loaded) -> Loaded:
+    """Once the GPUs have finished copying: workers read on streams of their own."""
+    for device in {*loaded.targets, *loaded.ends}:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+    return loaded
 
 
 def load_all(config: TrainConfig) -> Loaded:

@@ -106,7 +106,7 @@ def test_a_nan_changes_nothing_on_cuda(targets):
     model.norm.weight.grad[0] = 1.0
     optimizer.step(3, one, one)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    with pytest.raises(NonFiniteError, match="step 2"):
+    with pytest.raises(NonFiniteError, match="step 3"):
         optimizer.check()
 
 

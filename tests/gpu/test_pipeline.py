@@ -124,7 +124,7 @@ def test_a_nan_is_not_applied_and_ends_the_run_at_the_next_log_line(config, trai
             slot.features.context_features.fill_(math.nan)
 
     monkeypatch.setattr(trainer.forward.TargetForward, "_forward", poisoned)
-    with pytest.raises(NonFiniteError, match=r"step 6 \(batch 6\)"):
+    with pytest.raises(NonFiniteError, match=r"step 7 \(batch 6\)"):
         train(config("0", "0", run={"log_every": 4, "checkpoint_every": 4}))
     saved = load_file(tmp_path / "checkpoints" / "step-4" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in saved.values())
