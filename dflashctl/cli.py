@@ -9,16 +9,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, StdoutClosed, UsageError
+from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, SmokeRefusal, StdoutClosed, UsageError
 
 if TYPE_CHECKING:
+    from dflashctl.experiment import Experiment
     from dflashctl.hosts import Host, Hosts
+    from dflashctl.launch import Options
     from dflashctl.render import Renderer
     from dflashctl.runs import History, RunRecord
     from dflashctl.session import HostSession
@@ -86,6 +88,10 @@ class Context:
             self.out.note(f"warning: {self.history.torn_lines} unreadable line(s) in the history were passed over")
         return self.hosts.get(record.host), record
 
+    def lost(self, error: DflashctlError) -> None:
+        """Say that a link is opened again."""
+        self.out.note(f"{error}; connecting again")
+
     def refresh(self, host: "Host") -> None:
         """Take in what the host knows of runs."""
         from dflashctl import watch
@@ -143,6 +149,7 @@ def launch(
     no_deploy: Annotated[bool, typer.Option("--no-deploy", help="Run the host's active release as it is.")] = False,
     warm_cache: Annotated[bool, typer.Option("--warm-cache", help="Share a compile cache with runs alike.")] = False,
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Empty the host's default inductor cache.")] = False,
+    smoke_first: Annotated[bool, typer.Option("--smoke", help="Only if a smoke run says go.")] = False,
     startup_seconds: Annotated[float, typer.Option(min=0, max=3600, help="How long to watch the start.")] = 5.0,
     as_json: Json = False,
 ) -> None:
@@ -166,6 +173,10 @@ def launch(
         startup_seconds=startup_seconds,
     )
     with ctx.session(place) as session:
+        if smoke_first:
+            run, found = _smoke(ctx, session, loaded, options)
+            if not found["go"]:
+                raise SmokeRefusal(f"{run} says no-go: {'; '.join(found['reasons'])}", details={"run": run, **found})
         started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
         if not as_json:
             render.launched(ctx.out, started)
@@ -174,6 +185,51 @@ def launch(
                 ctx.out.document(started.document())
             return
         _follow(ctx, session, ctx.history.find(f"{started.host}:{started.run}"), 0, started.document())
+
+
+@app.command()
+def smoke(
+    tag: Annotated[str, typer.Option("--tag", help="The experiment.")],
+    experiment: File = None,
+    host: HostName = None,
+    gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPUs by nvidia-smi's index.")] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Try a few steps of experiment TAG at its real size on its real devices: go (0) or no-go (1), and why.
+
+    Example: dflashctl smoke --tag threadwarm && dflashctl launch --tag threadwarm
+    """
+    from dflashctl import launch as verbs
+    from dflashctl import placement, render
+    from dflashctl.experiment import check_tag, load_experiment
+
+    ctx = _context(as_json)
+    loaded = load_experiment(check_tag(tag), experiment or ctx.experiments, sets or [])
+    place, source = ctx.host(host, loaded.host)
+    ctx.out.note(f"host {place.name} ({source})")
+    chosen = placement.parse_gpus(gpus) if gpus is not None else None
+    with ctx.session(place) as session:
+        run, found = _smoke(ctx, session, loaded, verbs.Options(gpus=chosen))
+    if as_json:
+        ctx.out.document({"run": run, "host": place.name, **found})
+    else:
+        render.verdict(ctx.out, run, found)
+    raise typer.Exit(ExitCode.OK if found["go"] else ExitCode.RUN_FAILED)
+
+
+def _smoke(ctx: Context, session: "HostSession", loaded: "Experiment", options: "Options") -> tuple[str, dict[str, Any]]:
+    """Run a smoke test to its end; its name and what it found."""
+    from dflashctl import launch as verbs
+    from dflashctl import watch
+
+    options = replace(options, smoke=True, startup_seconds=0)
+    started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
+    record = ctx.history.find(f"{started.host}:{started.run}")
+    ctx.out.note(f"{started.run} tries a few steps; its log is {started.log}")
+    state = watch.follow(session, record, lambda _data: None, ctx.lost, 0)
+    watch.remember(ctx.history, record, state)
+    return started.run, verbs.verdict(session, record)
 
 
 def _progress(out: "Renderer") -> Any:
@@ -197,11 +253,8 @@ def _follow(
     """Show the log until the run ends; exit 0 if it exited 0, else 1. Ctrl-C leaves the run alone."""
     from dflashctl import render, watch
 
-    def lost(error: DflashctlError) -> None:
-        ctx.out.note(f"{error}; connecting again")
-
     try:
-        state = watch.follow(session, record, ctx.out.log, lost, offset, lines)
+        state = watch.follow(session, record, ctx.out.log, ctx.lost, offset, lines)
     except KeyboardInterrupt:
         hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
         raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None

@@ -95,6 +95,13 @@ class StartupDeath(DflashctlError):
     code = "died_at_start"
 
 
+class SmokeRefusal(DflashctlError):
+    """A smoke run said no-go."""
+
+    exit_code = ExitCode.RUN_FAILED
+    code = "no_go"
+
+
 class RunNotFoundError(DflashctlError):
     """No run of that name, or several."""
 

@@ -2,6 +2,7 @@
 
 import datetime
 import getpass
+import json
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from dflashctl.experiment import Experiment
 from dflashctl.gpus import Gpu, GpuReport, judge
 from dflashctl.runs import History, RunRecord
 from dflashctl.session import HostSession
-from dflashctl.watch import query_gpus, status
+from dflashctl.watch import look, query_gpus, status
 
 _STOP_MARGIN_S = 40.0
 _LOG_LINES = 20
@@ -39,6 +40,8 @@ class Options:
     """How to launch, apart from what the experiment says."""
 
     gpus: tuple[int, ...] | None = None
+    smoke: bool = False
+    """Run `trainer.smoke` in place of the trainer, as a run of tag `<tag>-smoke`."""
     no_deploy: bool = False
     warm_cache: bool = False
     clear_cache: bool = False
@@ -102,7 +105,7 @@ def launch(
         launch_id=secrets.token_hex(8),
         host=session.host.name,
         place=session.host.place,
-        tag=experiment.tag,
+        tag=f"{experiment.tag}-smoke" if options.smoke else experiment.tag,
         created_at=_now(),
         hypothesis=experiment.hypothesis,
     )
@@ -113,8 +116,9 @@ def launch(
     except (KeyboardInterrupt, HostError, RemoteTimeoutError) as error:
         chosen, answer = _adopt(session, record, history, error)
     history.append(replace(record, run=answer["run"], state=answer["state"], exit_code=answer["exit_code"]))
-    launched = _launched(session, experiment, record, chosen, answer)
-    if answer["state"] not in ("running", "starting") and answer["exit_code"] != 0:
+    launched = _launched(record, chosen, answer)
+    died = answer["state"] not in ("running", "starting") and answer["exit_code"] != 0
+    if died and not options.smoke:  # whose verdict is in its log
         raise _death(launched)
     return launched
 
@@ -200,10 +204,11 @@ def _request(
     config["run"]["root"] = host.root
     return {
         "root": host.root,
-        "tag": experiment.tag,
+        "tag": record.tag,
         "launch_id": record.launch_id,
         "release": record.release,
         "python": host.python,
+        "module": "trainer.smoke" if options.smoke else "trainer",
         "env": {**host.env, **placement.visible_devices(chosen)},
         "config": config,
         "cache": "warm" if options.warm_cache else "own",
@@ -226,12 +231,10 @@ def _request(
     }
 
 
-def _launched(
-    session: HostSession, experiment: Experiment, record: RunRecord, chosen: tuple[Gpu, ...], answer: dict[str, Any]
-) -> Launched:
+def _launched(record: RunRecord, chosen: tuple[Gpu, ...], answer: dict[str, Any]) -> Launched:
     return Launched(
-        tag=experiment.tag,
-        host=session.host.name,
+        tag=record.tag,
+        host=record.host,
         gpus=chosen,
         release=record.release or "",
         **{
@@ -262,6 +265,19 @@ def _death(launched: Launched) -> StartupDeath:
         hint=f"the whole log: dflashctl tail {launched.run} --no-follow",
         details=launched.document() | {"lines": launched.lines},
     )
+
+
+def verdict(session: HostSession, record: RunRecord) -> dict[str, Any]:
+    """What an ended smoke run found, from the last line of its log; raises EnvironmentFault where it found nothing."""
+    lines = look(session, record, None, lines=_LOG_LINES).data.decode(errors="replace").splitlines()
+    try:
+        found = json.loads(lines[-1])
+    except (ValueError, IndexError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("go"), bool):
+        text = "\n".join(lines) or "(the log is empty)"
+        raise EnvironmentFault(f"{record.name} ended without a verdict; its log ends:\n{text}", details={"run": record.run})
+    return found
 
 
 def stop(session: HostSession, record: RunRecord, history: History, grace_s: float) -> dict[str, Any]:

@@ -38,7 +38,7 @@ print(json.dumps({"missing": missing, "torch": torch}))
 def launch(args: dict[str, Any]) -> dict[str, Any]:
     """Claim a run folder, write what the run is, start it detached, and watch its start-up window.
 
-    `args`: root, tag, launch_id, release, python, env, config, record, cache ("own" or "warm"), gpu_model, clear_cache,
+    `args`: root, tag, launch_id, release, python, module, env, config, record, cache ("own" or "warm"), gpu_model, clear_cache,
     startup_s, log_lines, minimum_python.
     """
     require_python(args["minimum_python"])
@@ -136,6 +136,7 @@ def _script(folder: RunFolder, args: dict[str, Any], release: Path, cache: Path,
         exports=exports,
         unknown=UNKNOWN,
         python=shlex.quote(args["python"]),
+        module=args["module"],
         clean="rm -rf ./cache\n" if own_cache else "",
     )
 
@@ -175,7 +176,7 @@ rmdir starting 2>/dev/null
 (
     unset LC_ALL
 {exports}
-    exec {python} -m trainer "$PWD/config.json"
+    exec {python} -m {module} "$PWD/config.json"
 )
 code=$?
 {clean}rm -f room

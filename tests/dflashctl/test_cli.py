@@ -188,3 +188,26 @@ def test_show_names_each_origin(bench) -> None:
     assert found["batch.rows"] == (2, "--set")
     assert found["draft.num_layers"] == (5, "default")
     assert json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "text"),
+    [
+        ("import json; print('loading'); print(json.dumps({'go': True, 'reasons': []}))", 0, "quick-smoke-1: go"),
+        ("import json, sys; print(json.dumps({'go': False, 'reasons': ['3 recompiles']})); sys.exit(1)", 1, "3 recompiles"),
+        ("import sys; sys.exit('error: no such target')", 8, "no such target"),
+        ("print('half a verd')", 8, "without a verdict"),
+    ],
+    ids=["go", "no-go", "dies", "silent"],
+)
+def test_smoke_is_a_run_with_a_verdict(bench, script: str, code: int, text: str) -> None:
+    bench.trainer(script, "smoke.py")
+    done = bench("smoke", "--tag", "quick")
+    assert done.exit_code == code, done.stderr
+    assert text in done.stdout + done.stderr
+    if code < 2:
+        assert bench("smoke", "--tag", "quick", "--json").document["go"] is (code == 0)
+        assert bench("runs").stdout.startswith("quick-smoke-2\t")
+        launched = bench("launch", "--tag", "quick", "--smoke", "--startup-seconds", "30")
+        assert launched.exit_code == code
+        assert bench.run_folder("quick-1").exists() is (code == 0)
