@@ -86,7 +86,8 @@ class Bench:
 
     def start(self, *args: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [DFLASHCTL, *args],
+            # a test run in the background of a script inherits an ignored SIGINT, and so would its children
+            ["env", "--default-signal=INT", DFLASHCTL, *args],
             cwd=self.folder,
             env=self.env,
             stdin=subprocess.DEVNULL,
