@@ -99,12 +99,21 @@ class Context:
         with self.session(host) as session:
             watch.refresh(session, self.history)
 
-    @property
-    def experiments(self) -> Path:
-        """The nearest folder `experiments`, here or above, else where one would be beside hosts.yaml."""
+    def load(self, tag: str, file: Path | None, sets: list[str] | None) -> "Experiment":
+        """The experiment in `file`, else in the nearest folder `experiments`, here or above."""
+        from dflashctl.experiment import check_tag, load_experiment
+
         here = Path.cwd()
         beside = self.hosts.path.parent if self.hosts.path else here
-        return next((f for p in (here, *here.parents) if (f := p / "experiments").is_dir()), beside / "experiments")
+        nearest = next((f for p in (here, *here.parents) if (f := p / "experiments").is_dir()), beside / "experiments")
+        return load_experiment(check_tag(tag), file or nearest, sets or [])
+
+    def experiment(self, tag: str, file: Path | None, sets: list[str] | None, flag: str | None) -> "tuple[Experiment, Host]":
+        """An experiment and the host that it goes to, which is said first."""
+        loaded = self.load(tag, file, sets)
+        place, source = self.host(flag, loaded.host)
+        self.out.note(f"host {place.name} ({source})")
+        return loaded, place
 
 
 def _context(as_json: bool) -> Context:
@@ -159,12 +168,9 @@ def launch(
     """
     from dflashctl import launch as verbs
     from dflashctl import placement, render
-    from dflashctl.experiment import check_tag, load_experiment
 
     ctx = _context(as_json)
-    loaded = load_experiment(check_tag(tag), experiment or ctx.experiments, sets or [])
-    place, source = ctx.host(host, loaded.host)
-    ctx.out.note(f"host {place.name} ({source})")
+    loaded, place = ctx.experiment(tag, experiment, sets, host)
     options = verbs.Options(
         gpus=placement.parse_gpus(gpus) if gpus is not None else None,
         no_deploy=no_deploy,
@@ -202,12 +208,9 @@ def smoke(
     """
     from dflashctl import launch as verbs
     from dflashctl import placement, render
-    from dflashctl.experiment import check_tag, load_experiment
 
     ctx = _context(as_json)
-    loaded = load_experiment(check_tag(tag), experiment or ctx.experiments, sets or [])
-    place, source = ctx.host(host, loaded.host)
-    ctx.out.note(f"host {place.name} ({source})")
+    loaded, place = ctx.experiment(tag, experiment, sets, host)
     chosen = placement.parse_gpus(gpus) if gpus is not None else None
     with ctx.session(place) as session:
         run, found = _smoke(ctx, session, loaded, verbs.Options(gpus=chosen))
@@ -416,10 +419,10 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print the merged experiment and where each value came from."""
-    from dflashctl.experiment import check_tag, describe, load_experiment
+    from dflashctl.experiment import describe
 
     ctx = _context(as_json)
-    loaded = load_experiment(check_tag(tag), experiment or ctx.experiments, sets or [])
+    loaded = ctx.load(tag, experiment, sets)
     name, source = ctx.host_name(host, loaded.host)
     rows = describe(loaded)
     if as_json:
