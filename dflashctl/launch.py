@@ -257,7 +257,7 @@ def _launched(record: RunRecord, chosen: tuple[Gpu, ...], answer: dict[str, Any]
 
 def _death(launched: Launched) -> StartupDeath:
     how = f"exit code {launched.exit_code}" if launched.exit_code is not None else "no exit code"
-    if launched.exit_code is not None and launched.exit_code > 128:
+    if launched.exit_code is not None and launched.state == "killed":
         how = f"signal {launched.exit_code - 128}"
     text = "\n".join(launched.lines) or "(the log is empty)"
     return StartupDeath(

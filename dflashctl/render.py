@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dflashctl.errors import DflashctlError, EnvironmentFault, StdoutClosed
+from dflashctl.errors import DflashctlError, EnvironmentFault, InterruptedByUser, StdoutClosed
 
 if TYPE_CHECKING:
     from dflashctl.bundle import Deployment
@@ -81,7 +81,7 @@ class Renderer:
         if self.as_json:
             self.document(error.details | {"error": {"code": error.code, "message": str(error), "hint": error.hint}})
             return
-        self.note(f"error: {error}")
+        self.note(str(error) if isinstance(error, InterruptedByUser) else f"error: {error}")
         if error.hint:
             self.note(f"hint: {error.hint}")
 

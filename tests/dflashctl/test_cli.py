@@ -162,6 +162,30 @@ def test_launch_takes_idle_gpus_by_uuid_and_refuses_others(bench) -> None:
     assert not bench.run_folder("cuda-2").exists()
 
 
+def test_a_gpu_is_held_before_its_memory_shows_it(bench) -> None:
+    bench.experiment("cuda", "cuda:0")
+    bench.nvidia_smi(
+        """
+        case "$1" in --query-compute-apps=*) exit 0;; esac
+        echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
+        echo "0, GPU-aaaa, NVIDIA H200, 0, 143771, 0"
+        echo "1, GPU-bbbb, NVIDIA H200, 0, 143771, 0"
+        """
+    )
+    bench.trainer("import time; time.sleep(600)")
+    bench("deploy")
+    go = ("launch", "--tag", "cuda", "--startup-seconds", "0", "--json")
+    racers = [bench.start(*go) for _ in range(2)]
+    taken = [json.loads(racer.communicate(timeout=120)[0])["gpus"][0]["index"] for racer in racers]
+    assert sorted(taken) == [0, 1]
+    for more in ((), ("--gpus", "1")):
+        refused = bench(*go, *more)
+        assert refused.exit_code == 6
+        assert "is held by run cuda-" in refused.document["error"]["message"]
+    assert bench("stop", "cuda-1").exit_code == 0
+    assert bench(*go).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("script", "code", "text"),
     [
