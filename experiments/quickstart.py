@@ -82,7 +82,7 @@ def tour() -> None:
 {run.name}: in {last["step"]} steps the loss went from {first["loss"]:.2f} to {last["loss"]:.2f},
 and the first draft token is right {after:.1%} of the time instead of {before:.1%};
 always guessing the commonest token would be right {commonest_share():.1%} of the time.
-It has seen {CHATS_USED} chats over and over and no others; a drafter that servers accept takes a GPU, more chats and more steps.
+It has seen {CHATS_USED} chats over and over, no others; a drafter that servers accept takes a GPU, more chats and more steps.
 
 written  {run}/train.log, events.jsonl, config.json, run.sh
          {run}/checkpoints/latest: a drafter in the layout that DFlash servers load
