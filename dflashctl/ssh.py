@@ -68,7 +68,7 @@ def resolve(target: str, name: str) -> Destination:
         hostname=hostname,
         user=one.get("user", "root"),
         port=port,
-        keys=tuple(path for k in options.get("identityfile", []) if Path(path := str(Path(k).expanduser())).is_file()),
+        keys=tuple(str(Path(key).expanduser()) for key in options.get("identityfile", []) if key != "none"),
         only_keys=one.get("identitiesonly") == "yes",
         known_hosts=tuple(Path(file).expanduser() for file in files if file != "none"),
         strict=one.get("stricthostkeychecking", "ask"),
@@ -195,7 +195,21 @@ class SshRemote:
 
     def _open(self, destination: Destination, gateway: Connection | str | None) -> Connection:
         _refuse_unchecked(destination, self._name)
-        keys: dict[str, Any] = {"key_filename": list(destination.keys)} if destination.keys else {}
+        known = _known_keys(destination)
+        for _ in range(2):
+            try:
+                return self._connect(destination, gateway, known)
+            except paramiko.BadHostKeyException as error:
+                if error.key not in known:
+                    raise _explained(error, destination, self._name) from error
+                known = [error.key]  # paramiko holds one key of a type, known_hosts may hold more
+        raise HostError(f"host {self._name} shows another key each time")
+
+    def _connect(
+        self, destination: Destination, gateway: Connection | str | None, known: Sequence[paramiko.PKey]
+    ) -> Connection:
+        private = _private(destination)
+        keys: dict[str, Any] = {"key_filename": private} if private else {}
         if destination.only_keys and (held := _held_by_agent(destination.keys)):
             keys = {"pkey": held}
         connection = Connection(
@@ -212,13 +226,21 @@ class SshRemote:
                 **keys,
             },
         )
-        _know_keys(connection.client, destination)
+        _know_keys(connection.client, destination, known)
         self._connections.append(connection)
         try:
             connection.open()
+        except paramiko.BadHostKeyException:
+            self._connections.pop().close()
+            raise
         except Exception as error:
             raise _explained(error, destination, self._name) from error
         return connection
+
+
+def _private(destination: Destination) -> list[str]:
+    """The key files that are there. An IdentityFile may also name a public key, whose private half the agent holds."""
+    return [key for key in destination.keys if not key.endswith(".pub") and Path(key).is_file()]
 
 
 def _held_by_agent(key_files: Sequence[str]) -> paramiko.PKey | None:
@@ -351,14 +373,18 @@ def _refuse_unchecked(destination: Destination, name: str) -> None:
         )
 
 
-def _know_keys(client: paramiko.SSHClient, destination: Destination) -> None:
-    """Give the client the known keys of this host alone, under the name it looks up; paramiko then prefers their types."""
+def _known_keys(destination: Destination) -> list[paramiko.PKey]:
+    """Every key that known_hosts has for this host: during a change of keys it has two of one type."""
+    return [key for path in destination.known_hosts for key in _keys_in(path, destination.key_name)]
+
+
+def _know_keys(client: paramiko.SSHClient, destination: Destination, known: Sequence[paramiko.PKey]) -> None:
+    """Give the client these keys under the name it looks up, the first of each type; paramiko then prefers their types."""
     looked_up = destination.hostname if destination.port == 22 else f"[{destination.hostname}]:{destination.port}"
-    known = client.get_host_keys()
-    for path in destination.known_hosts:
-        for key in _keys_in(path, destination.key_name):
-            if looked_up not in known or key.get_name() not in known[looked_up]:
-                known.add(looked_up, key.get_name(), key)
+    held = client.get_host_keys()
+    for key in known:
+        if looked_up not in held or key.get_name() not in held[looked_up]:
+            held.add(looked_up, key.get_name(), key)
     client.set_missing_host_key_policy(_Policy(destination))
 
 
@@ -432,7 +458,7 @@ def _explained(error: Exception, destination: Destination, name: str) -> HostErr
         case paramiko.PasswordRequiredException():
             return HostError(f"{place}: its key needs a passphrase", hint="ssh-add the key; dflashctl asks nothing")
         case paramiko.AuthenticationException():
-            keys = ", ".join(destination.keys) or "no key file"
+            keys = ", ".join(_private(destination)) or "no key file"
             return HostError(f"{place}: access denied with {keys}", hint=f"see that this works: ssh {destination.alias} true")
         case socket.gaierror():
             return HostError(f"{place}: no such name", hint=f"hosts.{name}.ssh must be an alias of ~/.ssh/config or user@host")

@@ -3,6 +3,7 @@
 root/current -> releases/<digest>     root/train_<tag>.log -> runs/<tag>-<n>/train.log
 root/releases/<digest>/trainer/...    root/caches/<key>/{inductor,triton}   (--warm-cache)
 root/runs/<tag>-<n>/{run.json,config.json,run.sh,train.log,events.jsonl,pid,exit_code,stopped,cache/}
+root/withdrawn/<launch id>            a launch that was given up before it had claimed a run, and must not claim one later
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dflashctl.onhost.entry import Fault
 
 _MARK = re.compile(r"DFLASHCTL_LAUNCH_ID=([0-9a-f]+)")
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]*-([1-9][0-9]*)")
+_WITHDRAWN_KEPT_S = 86400.0
 
 
 class Layout:
@@ -32,6 +34,7 @@ class Layout:
         self.runs = self.root / "runs"
         self.caches = self.root / "caches"
         self.current = self.root / "current"
+        self._withdrawn = self.root / "withdrawn"
 
     def release(self, digest: str) -> Path:
         """Folder of one release."""
@@ -60,6 +63,20 @@ class Layout:
     def all_runs(self) -> list[RunFolder]:
         """Every run that was claimed here."""
         return [RunFolder(path) for path in sorted(self.runs.glob("*")) if _RUN_ID.fullmatch(path.name)]
+
+    def withdraw(self, launch_id: str) -> None:
+        """Write down that this launch may start nothing any more; to be called with the lock held."""
+        self._withdrawn.mkdir(exist_ok=True)
+        (self._withdrawn / launch_id).touch()
+
+    def refuse_withdrawn(self, launch_id: str) -> None:
+        """Raise Fault where the launch was withdrawn, so that what was called "nothing started" stays true."""
+        if (self._withdrawn / launch_id).exists():
+            raise Fault("environment", "this launch was given up when its link broke, and starts nothing")
+        for old in self._withdrawn.glob("*"):
+            with contextlib.suppress(OSError):
+                if time.time() - old.stat().st_mtime > _WITHDRAWN_KEPT_S:
+                    old.unlink()
 
     def claim_run(self, tag: str) -> RunFolder:
         """Make the folder of the next run of `tag`; mkdir decides between two who ask at once.

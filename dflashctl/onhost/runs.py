@@ -46,6 +46,7 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     torch = _check_packages(args["python"], args["env"])
     cleared = str(caches.clear_default_cache({**os.environ, **args["env"]})) if args["clear_cache"] else None
     with layout.lock():
+        layout.refuse_withdrawn(args["launch_id"])
         _refuse_taken_gpus(layout, args["record"]["gpus"])
         folder = _prepare(layout, args, torch)
         warning = _link_log(layout, folder, args["tag"])
@@ -250,10 +251,15 @@ def list_runs(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def find(args: dict[str, Any]) -> dict[str, Any]:
-    """The run of one launch: `run` {record, state} or None. The lock is taken, so a launch under way is not overlooked."""
+    """The run of one launch: `run` {record, state} or None, and then that launch is withdrawn: it will start nothing later.
+
+    The lock is taken, so that a launch under way is not overlooked; one that has not come so far finds itself withdrawn.
+    """
     layout = Layout(args["root"])
     with layout.lock(_FIND_S):
         found = [folder for folder in layout.all_runs() if folder.launch_id() == args["launch_id"]]
+        if not found:
+            layout.withdraw(args["launch_id"])
     return {"run": _entry(found[0]) if found else None}
 
 

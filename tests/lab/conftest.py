@@ -15,6 +15,7 @@ sys.path.insert(0, str(HERE))  # importlib mode adds nothing to sys.path; labkit
 
 from labkit.container import Container  # noqa: E402
 from labkit.lab import Lab  # noqa: E402
+from labkit.laptop import point  # noqa: E402
 from labkit.link import Link  # noqa: E402
 from labkit.requirements import require  # noqa: E402
 
@@ -48,6 +49,13 @@ def lab(lab_of_session: Lab) -> Iterator[Lab]:
 def ct(lab: Lab) -> Container:
     """Container 200: fresh, running, with this session's Python bound into it."""
     return lab.container_with_python(200)
+
+
+@pytest.fixture
+def far(bench, lab: Lab, ct: Container):
+    """A laptop (tests/conftest.py) whose host ct200 is container 200."""
+    point(bench, lab)
+    return bench
 
 
 @pytest.fixture

@@ -1,61 +1,13 @@
 """dflashctl through a real sshd and `pct` into a real container: what crosses, what is refused and with which words."""
 
-import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from labkit.container import Options
-
-COUNTER = """
-import pathlib, time
-print("up", flush=True)
-while not pathlib.Path("/workspace/go").exists():
-    time.sleep(0.05)
-for i in range(2000):
-    print("line", i)
-print("end")
-"""
-SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
-
-
-def point(bench, lab, alias: str = "pve", vmid: int | None = 200, python: str = sys.executable, env: str = "{}") -> None:
-    """Make host ct200 of `bench` the lab's container, with the lab's ssh configuration as the user's own."""
-    container = f", container: {{kind: proxmox, id: {vmid}}}" if vmid else ""
-    keys = f"ssh: {alias}, root: /workspace/my runs{container}, python: '{python}', env: {env}"
-    bench.hosts(f"default: ct200\nhosts:\n  ct200: {{{keys}}}\n")
-    wrapper = bench.folder / "bin/ssh"
-    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {lab.ssh_config} "$@"\n')
-    wrapper.chmod(0o755)
-    bench.root = Path("/workspace/my runs")
-
-
-@pytest.fixture
-def far(bench, lab, ct):
-    point(bench, lab)
-    return bench
-
-
-def launch(bench, *more: str, seconds: str = "0.5"):
-    return bench("launch", "--tag", "quick", "--startup-seconds", seconds, "--json", *more)
-
-
-@contextlib.contextmanager
-def following(bench):
-    """A `tail` that has shown the first line."""
-    process = bench.start("tail")
-    try:
-        assert process.stdout
-        assert process.stdout.readline() == b"up\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=20)
+from labkit.laptop import COUNTER, SLEEPER, following, launch, point
 
 
 def text_of(ct, path: str) -> str:
@@ -191,6 +143,17 @@ def test_a_host_without_a_container(bench, lab) -> None:
     assert done.document["hosts"][0]["gpus"] == []
 
 
+def test_the_gpus_of_the_hypervisor_itself(bench, lab) -> None:
+    point(bench, lab, vmid=None)
+    lab.smi.install()
+    lab.smi.apps(
+        "gpu_uuid, pid, process_name, used_gpu_memory [MiB]\nGPU-4d900621-81f0-00be-a4f9-408f47134ea1, 1, x, 500 MiB\n"
+    )
+    done = bench("gpus", "--json")
+    assert done.exit_code == 0
+    assert [gpu["state"] for gpu in done.document["hosts"][0]["gpus"]] == ["busy", "idle"]
+
+
 def test_a_hanging_nvidia_smi_is_unknown_in_time(far, lab, ct) -> None:
     far.experiment("cuda", "cuda:0")
     smi = lab.smi_in(ct)
@@ -301,13 +264,14 @@ def test_a_full_disk_leaves_the_old_release_active(bench, lab) -> None:
 
 
 def test_an_out_of_memory_kill_is_a_signal(bench, lab) -> None:
-    lab.container_with_python(200, Options(memory_mib=200))
+    ct = lab.container_with_python(200, Options(memory_mib=200))
     point(bench, lab)
     bench.trainer("print('eating', flush=True)\nx = bytearray(600_000_000)")
     done = launch(bench, seconds="30")
     assert done.exit_code == 9
+    assert ct.oom_kills() >= 1
     state = bench("status", "quick-1", "--json").document
-    assert (state["state"], state["signal"]) in (("killed", 9), ("lost", None))
+    assert (state["state"], state["signal"], state["exit_code"]) == ("killed", 9, 137)
 
 
 @pytest.mark.parametrize(("python", "text"), [("/usr/bin/nopython", "no interpreter"), ("/bin/false", "/bin/false failed")])
