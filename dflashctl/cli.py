@@ -159,6 +159,10 @@ def launch(
     warm_cache: Annotated[bool, typer.Option("--warm-cache", help="Share a compile cache with runs alike.")] = False,
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Empty the host's default inductor cache.")] = False,
     smoke_first: Annotated[bool, typer.Option("--smoke", help="Only if a smoke run says go.")] = False,
+    wait_gpu: Annotated[
+        float, typer.Option("--wait-gpu", metavar="[SECONDS]", min=0, help="Wait for busy GPUs, without SECONDS for ever.")
+    ] = 0.0,
+    force: Annotated[bool, typer.Option("--force", help="Use GPUs that are busy, held or unknown; says which.")] = False,
     startup_seconds: Annotated[float, typer.Option(min=0, max=3600, help="How long to watch the start.")] = 5.0,
     as_json: Json = False,
 ) -> None:
@@ -177,6 +181,8 @@ def launch(
         warm_cache=warm_cache,
         clear_cache=clear_cache,
         startup_seconds=startup_seconds,
+        wait_gpu_s=wait_gpu,
+        force=force,
     )
     with ctx.session(place) as session:
         if smoke_first:
@@ -236,11 +242,17 @@ def _smoke(ctx: Context, session: "HostSession", loaded: "Experiment", options: 
 
 
 def _progress(out: "Renderer") -> Any:
+    waiting = ""
+
     def report(what: str, value: Any) -> None:
+        nonlocal waiting
         if what == "deployed":
             out.note(f"release {value.release}: {'sent' if value.uploaded_bytes else 'already there, intact'}")
         elif what == "gpus" and value:
-            out.note("GPUs " + ", ".join(f"{gpu.index} ({gpu.name})" for gpu in value) + ": idle")
+            out.note("GPUs " + ", ".join(f"{gpu.index} ({gpu.name})" for gpu in value))
+        elif what == "waiting" and str(value) != waiting:
+            waiting = str(value)
+            out.note(f"waiting: {waiting}")
 
     return report
 
@@ -447,7 +459,7 @@ def _run(args: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a log may hold what this terminal cannot show
     try:
-        code = app(args=args, prog_name="dflashctl", standalone_mode=False)
+        code = app(args=_with_values(args), prog_name="dflashctl", standalone_mode=False)
     except DflashctlError as error:
         return _failed(as_json, error)
     except _WrongArguments as error:
@@ -465,6 +477,17 @@ def _run(args: list[str]) -> int:
     if code == ExitCode.INTERRUPTED:  # typer has turned Ctrl-C into its code
         return _failed(as_json, InterruptedByUser("interrupted"))
     return int(code or 0)
+
+
+def _with_values(args: list[str]) -> list[str]:
+    """`--wait-gpu` without a number is `--wait-gpu inf`: typer has no option whose value may be left out."""
+    full = list(args)
+    for at in reversed([at for at, word in enumerate(args) if word == "--wait-gpu"]):
+        try:
+            float(args[at + 1])
+        except (IndexError, ValueError):
+            full.insert(at + 1, "inf")
+    return full
 
 
 def _usage(error: Any) -> UsageError:

@@ -9,9 +9,11 @@ be read is unknown, which refuses a launch as busy does. Pure: text in, data out
 Sources: samples of real outputs in tests/dflashctl/nvidia_smi/, each with the report that it comes from.
 """
 
+import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Final, Literal
 
@@ -25,26 +27,71 @@ GPU_FIELDS: Final = "index,uuid,name,memory.used,memory.total,utilization.gpu,te
 APP_FIELDS: Final = "gpu_uuid,pid,process_name,used_gpu_memory"
 FORMAT: Final = "--format=csv,nounits"
 
+SAMPLES: Final = 3
+"""A training process computes in bursts, and one that ends gives its memory back in steps: one look can fall in between."""
+
 _SCRIPT = f"""\
 LC_ALL=C; export LC_ALL
 smi=$(command -v nvidia-smi)
 for dir in /usr/bin /usr/local/bin /usr/local/nvidia/bin /usr/lib/wsl/lib /opt/bin; do
   if [ -z "$smi" ] && [ -x "$dir/nvidia-smi" ]; then smi=$dir/nvidia-smi; fi
 done
+tab=$(printf '\\t')
 section() {{
   printf '@%s\\n' "$1"
-  timeout -k 2 {TIMEOUT_S} "$smi" "$2" {FORMAT} </dev/null 2>&1
+  said=$(exec 2>&1; timeout -k 2 {TIMEOUT_S} "$smi" "$2" {FORMAT} </dev/null; exit "$?")
   status=$?
-  printf '\\n@status %s\\n' "$status"
+  printf '%s\\n\\n@status %s\\n' "$said" "$status"
+}}
+plain() {{ tr '\\000\\t\\n' '   ' | head -c 300; }}
+whose() {{  # who a process is, for people: pid, user, container, pid in it, our run, command
+  [ -r "/proc/$1/status" ] || return
+  container=$(sed -n 's#.*/lxc/\\([0-9]\\{{1,9\\}}\\)\\(/.*\\)\\{{0,1\\}}$#\\1#p' "/proc/$1/cgroup" 2>/dev/null | head -n 1)
+  inner=$(sed -n 's/^NSpid:.*[[:space:]]\\([0-9]*\\)$/\\1/p' "/proc/$1/status")
+  run=$(tr '\\000' '\\n' <"/proc/$1/environ" 2>/dev/null | sed -n 's/^DFLASHCTL_RUN=//p' | head -n 1 | plain)
+  printf '%s\\t%s\\t%s\\t%s\\t%s\\t' "$1" "$(stat -c %U "/proc/$1")" "$container" "$inner" "$run"
+  plain <"/proc/$1/cmdline"
+  printf '\\n'
 }}
 if [ -z "$smi" ]; then
   printf '@missing\\n'
 else
-  section gpus --query-gpu={GPU_FIELDS}
-  case $status in 124 | 137) ;; *) section apps --query-compute-apps={APP_FIELDS} ;; esac
+  for look in {" ".join(str(n) for n in range(1, SAMPLES + 1))}; do
+    [ "$look" = 1 ] || sleep 0.3
+    section gpus --query-gpu={GPU_FIELDS}
+    [ "$status" = 0 ] || break
+  done
+  case $status in 124 | 137) ;; *)
+    section apps --query-compute-apps={APP_FIELDS}
+    printf '@whose\\n'
+    for pid in $(printf '%s\\n' "$said" | sed -n 's/^GPU-[^,]*, \\([0-9]\\{{1,9\\}}\\),.*/\\1/p' | sort -u | head -n 64); do
+      whose "$pid"
+    done ;;
+  esac
   printf '@driver\\n'
   cat /proc/driver/nvidia/version 2>/dev/null
 fi
+"""
+
+_LEASES_HERE = """\
+printf '@leases\\n'
+for lease in {root}/leases/*; do
+  [ -f "$lease" ] || continue
+  flock -n "$lease" true 2>/dev/null
+  [ "$?" != 1 ] || printf '%s\\t\\t%s\\n' "${{lease##*/}}" "$(head -c 1000 "$lease" | plain)"
+done
+:
+"""
+
+# From outside a container its files are seen through the processes that have them open.
+_LEASES_OF_ALL = """\
+printf '@leases\\n'
+find /proc/[0-9]*/fd -lname '*/leases/GPU-*' 2>/dev/null | head -n 512 | while read -r open; do
+  lease=$(readlink "$open")
+  process=${open%/fd/*}
+  container=$(sed -n 's#.*/lxc/\\([0-9]\\{1,9\\}\\)\\(/.*\\)\\{0,1\\}$#\\1#p' "$process/cgroup" 2>/dev/null | head -n 1)
+  printf '%s\\t%s\\t%s\\n' "${lease##*/}" "$container" "$(head -c 1000 "$open" | plain)"
+done | sort -u
 :
 """
 
@@ -61,6 +108,15 @@ _FAULTS = ("requires reset", "err!", "is lost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """A GPU that a run has reserved; `container` is set where the machine around containers was asked."""
+
+    uuid: str
+    container: int | None
+    holder: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GpuProcess:
     """A compute process as the driver sees it: inside a container the pid is the hypervisor's."""
 
@@ -68,6 +124,14 @@ class GpuProcess:
     memory_mib: int | None
     name: str | None
     """Chosen by the workload; control characters are replaced."""
+    user: str | None = None
+    container: int | None = None
+    """The Proxmox container that it runs in, where the hypervisor was asked."""
+    inner_pid: int | None = None
+    """Its pid in there."""
+    run: str | None = None
+    """The run of ours that it belongs to."""
+    command: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +148,7 @@ class Gpu:
     power_w: float | None = None
     mig: bool | None = None
     processes: tuple[GpuProcess, ...] = ()
+    leases: tuple[Lease, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
     """What stood where a number was asked for: `utilization.gpu` -> `[N/A]`."""
     fault: str | None = None
@@ -120,24 +185,33 @@ class GpuState:
 class _Section:
     """What one command printed; `status` is None if it was cut off before its end."""
 
-    lines: Sequence[str] = ()
+    lines: list[str] = field(default_factory=list)
     status: int | None = None
 
 
-def query_script() -> str:
-    """POSIX sh that asks nvidia-smi for GPUs and compute processes; exits 0, what went wrong is in its output.
+def query_script(root: str | None) -> str:
+    """POSIX sh that looks at the GPUs, at who computes on them and at their leases; exits 0, faults are in its output.
 
-    It takes up to twice 17 s; a process stuck in the kernel can hold it longer, so the caller keeps a time-out of its own.
+    Leases are those under `root`, or (None, for the machine around containers) those that any process there holds open. It
+    takes up to four times 17 s; a process stuck in the kernel can hold it longer, so the caller keeps a time-out of its own.
     """
-    return _SCRIPT
+    return _SCRIPT + (_LEASES_OF_ALL if root is None else _LEASES_HERE.format(root=shlex.quote(root)))
 
 
 def parse_query(text: str) -> GpuReport:
     """What `query_script()` printed, as data. Never raises: what cannot be understood is an error in the report."""
     sections = _sections(text)
-    if "missing" in sections:
+    looks = [section for name, section in sections if name == "gpus"]
+    others = dict(sections)
+    if "missing" in others:
         return GpuReport(missing=True)
-    gpus = sections.get("gpus", _Section())
+    reports = [_parse_look(look, others, text) for look in looks] or [_parse_look(_Section(), others, text)]
+    failed = next((report for report in reports if report.error or not report.gpus), None)
+    return failed or _worst(reports)
+
+
+def _parse_look(gpus: _Section, others: Mapping[str, _Section], text: str) -> GpuReport:
+    """One table of GPUs with what was asked once."""
     if gpus.status is None:
         return GpuReport(error=f"the GPU query was cut off: {_first(gpus.lines or text.splitlines())}")
     if gpus.status in _TIMED_OUT:
@@ -146,12 +220,31 @@ def parse_query(text: str) -> GpuReport:
         )
     rows = list(_rows(gpus.lines, "name"))
     if not rows:
-        return _diagnose(gpus, sections.get("driver", _Section()))
+        return _diagnose(gpus, others.get("driver", _Section()))
     lost = [gpu for line in gpus.lines if (gpu := _lost(line))]
-    processes = list(_rows(sections.get("apps", _Section()).lines, "process_name"))
-    found = sorted([_gpu(row, processes) for row in rows] + lost, key=lambda gpu: (gpu.index is None, gpu.index))
+    people = {fields[0]: fields for fields in _fields(others.get("whose", _Section()), 6)}
+    processes = [
+        (row.get("gpu_uuid"), _process(row, people)) for row in _rows(others.get("apps", _Section()).lines, "process_name")
+    ]
+    leases = [_lease(*fields) for fields in _fields(others.get("leases", _Section()), 3)]
+    found = sorted([_gpu(row, processes, leases) for row in rows] + lost, key=lambda gpu: (gpu.index is None, gpu.index))
     unexplained = gpus.status not in (0, _INFOROM_CORRUPTED) and not lost
     return GpuReport(gpus=tuple(found), error=_failed(gpus) if unexplained else None)
+
+
+def joined(inside: GpuReport, around: GpuReport, container: int) -> GpuReport:
+    """What a container's own nvidia-smi says, with what the machine around it knows of other containers.
+
+    In a container the driver names no process, and leases under another root are not seen. Where the machine around has no
+    answer (its GPUs belong to a virtual machine, say), `inside` stays as it is.
+    """
+    outer = {gpu.uuid: gpu for gpu in around.gpus if gpu.uuid}
+    gpus = []
+    for gpu in inside.gpus:
+        known = outer.get(gpu.uuid or "")
+        foreign = tuple(lease for lease in known.leases if lease.container != container) if known else ()
+        gpus.append(replace(gpu, processes=known.processes, leases=gpu.leases + foreign) if known else gpu)
+    return replace(inside, gpus=tuple(gpus))
 
 
 def judge(gpu: Gpu, idle: Idle) -> GpuState:
@@ -181,6 +274,8 @@ def _busy(gpu: Gpu, idle: Idle) -> Iterable[str]:
     used, utilization = gpu.memory_used_mib, gpu.utilization_percent
     holders = ", ".join(_holder(process) for process in gpu.processes)
     listed = max((process.memory_mib or 0 for process in gpu.processes), default=0)
+    for lease in gpu.leases:
+        yield f"it is held by {lease.holder}"
     if used is None and gpu.processes:
         yield f"memory is unknown, but it is in use by {holders}"
     elif used is not None and max(used, listed) > idle.max_memory_mib:
@@ -190,10 +285,17 @@ def _busy(gpu: Gpu, idle: Idle) -> Iterable[str]:
 
 
 def _holder(process: GpuProcess) -> str:
-    known = [process.name, None if process.memory_mib is None else f"{process.memory_mib} MiB"]
-    inside = ", ".join(part for part in known if part)
-    pid = "a process of unknown pid" if process.pid is None else f"pid {process.pid}"
-    return f"{pid} ({inside})" if inside else pid
+    """`container 201, pid 4711 of root (python train.py, 70990 MiB)`, as much of it as is known."""
+    memory = None if process.memory_mib is None else f"{process.memory_mib} MiB"
+    what = ", ".join(part for part in (process.command or process.name, memory) if part)
+    pid = process.pid if process.inner_pid is None else process.inner_pid
+    words = [
+        None if process.container is None else f"container {process.container}",
+        process.run and f"run {process.run}",
+        "a process of unknown pid" if pid is None else f"pid {pid}" + (f" of {process.user}" if process.user else ""),
+    ]
+    who = ", ".join(word for word in words if word)
+    return f"{who} ({what})" if what else who
 
 
 def _fault(gpu: Gpu) -> str | None:
@@ -205,19 +307,63 @@ def _fault(gpu: Gpu) -> str | None:
     return None
 
 
-def _sections(text: str) -> dict[str, _Section]:
-    lines: dict[str, list[str]] = {}
-    statuses: dict[str, int] = {}
-    name = ""
+def _sections(text: str) -> list[tuple[str, _Section]]:
+    """What stands between the marks, in order; a section that is asked several times stands there several times."""
+    found: list[tuple[str, _Section]] = []
     for line in text.split("\n"):
         if status := _STATUS.fullmatch(line):
-            statuses[name] = int(status[1])
+            found[-1:] = [(name, replace(section, status=int(status[1]))) for name, section in found[-1:]]
         elif line.startswith("@"):
-            name = line[1:]
-            lines[name] = []
-        elif name and line.strip():
-            lines[name].append(line.strip())
-    return {name: _Section(lines[name], statuses.get(name)) for name in lines}
+            found.append((line[1:], _Section([])))
+        elif found and line.strip():
+            found[-1][1].lines.append(line.strip("\r\n "))
+    return found
+
+
+def _fields(section: _Section, count: int) -> Iterable[list[str]]:
+    """Lines of tab-separated fields, those with another number of fields left out."""
+    for line in section.lines:
+        fields = line.split("\t")
+        if len(fields) == count:
+            yield [_shown(field) for field in fields]
+
+
+def _lease(uuid: str, container: str, note: str) -> Lease:
+    try:
+        said = json.loads(note)
+    except (ValueError, RecursionError):
+        said = None
+    known = {key: _shown(str(value)) for key, value in said.items()} if isinstance(said, dict) else {}
+    who = f"run {known['run']} of {known.get('by', 'somebody')} since {known.get('since', '?')}" if "run" in known else "a run"
+    inside = _whole(_number(container))
+    return Lease(uuid=uuid, container=inside, holder=who if inside is None else f"{who} in container {inside}")
+
+
+def _worst(looks: Sequence[GpuReport]) -> GpuReport:
+    """Of several looks the most that each GPU showed; what was not read each time, or not there, is unknown."""
+    keys = dict.fromkeys(_key(gpu) for look in looks for gpu in look.gpus)
+    seen = [[gpu for look in looks for gpu in look.gpus if _key(gpu) == key] for key in keys]
+    return GpuReport(gpus=tuple(_worst_of(gpus, len(looks)) for gpus in seen))
+
+
+def _key(gpu: Gpu) -> str:
+    return gpu.uuid or f"{gpu.index} {gpu.fault}"
+
+
+def _worst_of(gpus: Sequence[Gpu], looks: int) -> Gpu:
+    gone = None if len(gpus) == looks else "nvidia-smi showed it at one look and not at another"
+    return replace(
+        gpus[-1],
+        fault=next((gpu.fault for gpu in gpus if gpu.fault), gone),
+        memory_used_mib=_most([gpu.memory_used_mib for gpu in gpus]),
+        utilization_percent=_most([gpu.utilization_percent for gpu in gpus]),
+        unread={name: value for gpu in gpus for name, value in gpu.unread.items()},
+    )
+
+
+def _most(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
 
 
 def _rows(lines: Iterable[str], wide: str) -> Iterable[dict[str, str]]:
@@ -237,7 +383,7 @@ def _rows(lines: Iterable[str], wide: str) -> Iterable[dict[str, str]]:
             yield {columns[0]: cells[0], _GARBLED: line}
 
 
-def _gpu(row: Mapping[str, str], processes: Iterable[Mapping[str, str]]) -> Gpu:
+def _gpu(row: Mapping[str, str], processes: Sequence[tuple[str | None, GpuProcess]], leases: Sequence[Lease]) -> Gpu:
     numbers = ("memory.used", "memory.total", "utilization.gpu", "temperature.gpu", "power.draw")
     values = {name: _number(row[name]) for name in numbers if name in row}
     uuid = row.get("uuid")
@@ -253,17 +399,38 @@ def _gpu(row: Mapping[str, str], processes: Iterable[Mapping[str, str]]) -> Gpu:
         temperature_c=_whole(values.get("temperature.gpu")),
         power_w=values.get("power.draw"),
         mig={"Enabled": True, "Disabled": False}.get(row.get("mig.mode.current", "")),
-        processes=tuple(_process(app) for app in processes if uuid and app.get("gpu_uuid") == uuid),
+        processes=tuple(process for holds, process in processes if uuid and holds == uuid),
+        leases=tuple(lease for lease in leases if lease.uuid == uuid),
         unread={name: _shown(row[name]) for name, value in values.items() if value is None},
     )
 
 
-def _process(row: Mapping[str, str]) -> GpuProcess:
-    return GpuProcess(
+def _process(row: Mapping[str, str], people: Mapping[str, Sequence[str]]) -> GpuProcess:
+    known = GpuProcess(
         pid=_whole(_number(row.get("pid", ""))),
         memory_mib=_whole(_number(row.get("used_gpu_memory", ""))),
         name=_name(row.get("process_name")),
     )
+    _, user, container, inner, run, command = people.get(row.get("pid", ""), [""] * 6)
+    # a driver that counts pids of another namespace (inside a container) names a stranger here
+    if not _is_same_program(known.name, command):
+        return known
+    inside = _whole(_number(container))
+    return replace(
+        known,
+        user=user or None,
+        container=inside,
+        inner_pid=None if inside is None else _whole(_number(inner)),
+        run=run or None,
+        command=command,
+    )
+
+
+def _is_same_program(name: str | None, command: str) -> bool:
+    if not name or not command.strip():
+        return False
+    one, other = (text.split()[0].rpartition("/")[2] for text in (name, command))
+    return one.startswith(other) or other.startswith(one)
 
 
 def _lost(line: str) -> Gpu | None:

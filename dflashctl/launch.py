@@ -5,6 +5,7 @@ import getpass
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,15 +25,16 @@ from dflashctl.errors import (
     StopIncompleteError,
 )
 from dflashctl.experiment import Experiment
-from dflashctl.gpus import Gpu, GpuReport, judge
+from dflashctl.gpus import Gpu, GpuReport
 from dflashctl.runs import History, RunRecord
 from dflashctl.session import HostSession
-from dflashctl.watch import look, query_gpus, status
+from dflashctl.watch import RECONNECT_S, look, query_gpus, status
 
 _STOP_MARGIN_S = 40.0
 _LOG_LINES = 20
 _LAUNCH_MARGIN_S = 60.0
 _FIND_S = 45.0
+WAIT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,10 @@ class Options:
     warm_cache: bool = False
     clear_cache: bool = False
     startup_seconds: float = 5.0
+    wait_gpu_s: float = 0.0
+    """How long to wait for busy GPUs; infinity is as long as it takes."""
+    force: bool = False
+    """Take GPUs that are busy, held by a run, or unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +72,8 @@ class Launched:
     cleared_cache: str | None
     watched_s: float
     lines: list[str]
+    overridden: list[str]
+    """What `force` has overridden."""
 
     def document(self) -> dict[str, Any]:
         """For --json."""
@@ -82,6 +90,7 @@ class Launched:
             "warning",
             "cleared_cache",
             "watched_s",
+            "overridden",
         )
         return {name: getattr(self, name) for name in names} | {"gpus": _named(self.gpus)}
 
@@ -96,7 +105,7 @@ def launch(
 ) -> Launched:
     """Deploy if stale, check GPUs, start detached, watch the start-up window.
 
-    `report(what, value)` is told of each step as it ends ("deployed", "gpus"). Raises GpuBusyError, GpuUnknownError,
+    `report(what, value)` is told of each step ("deployed", "gpus", "waiting"). Raises GpuBusyError, GpuUnknownError,
     EnvironmentFault, StartupDeath and InterruptedByUser; a refusal changes nothing on the host but its release.
     """
     if "run.root" in experiment.origins:
@@ -142,22 +151,53 @@ def _start(
     record: RunRecord,
     report: Callable[[str, object], None],
 ) -> tuple[tuple[Gpu, ...], dict[str, Any]]:
-    """Choose GPUs and start. Where another launch was faster and only a number was asked for, choose among the rest."""
+    """Choose GPUs and start; as long as they are busy and there is time to wait, again.
+
+    Where another launch was faster and only a number was asked for, the choice is made anew at once.
+    """
     wanted = options.gpus if options.gpus is not None else experiment.gpus
     needed = experiment.config.num_gpus
-    found = query_gpus(session) if needed else GpuReport()
+    deadline = time.monotonic() + options.wait_gpu_s
+    lost: set[str] = set()
+    patience_s = 0.0
     while True:
-        chosen = placement.choose(found, session.host, wanted, needed)
-        report("gpus", chosen)
-        request = _request(session, experiment, options, record, chosen)
+        found = _query(session, patience_s) if needed else GpuReport()
         try:
-            return chosen, session.call("runs", "launch", request, timeout_s=options.startup_seconds + _LAUNCH_MARGIN_S)
+            chosen = placement.choose(found, session.host, wanted, needed, options.force)
+            report("gpus", chosen)
+            return chosen, _send(session, experiment, options, record, chosen)
         except GpuBusyError as error:
-            left = tuple(gpu for gpu in found.gpus if gpu.uuid not in error.details["taken"])  # type: ignore[operator]
-            idle = [gpu for gpu in left if judge(gpu, session.host.idle).state == "idle"]
-            if isinstance(wanted, tuple) or len(idle) < (wanted or needed):
+            taken = set(error.details.get("taken", ()))  # type: ignore[call-overload]
+            if taken - lost and not isinstance(wanted, tuple):
+                lost |= taken
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise
-            found = replace(found, gpus=left)
+            report("waiting", error)
+            time.sleep(min(WAIT_S, left))
+            patience_s = RECONNECT_S
+
+
+def _query(session: HostSession, patience_s: float) -> GpuReport:
+    """The host's GPUs. Who has waited for hours does not give up at the first lost link: looking changes nothing."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return query_gpus(session)
+        except (HostError, RemoteTimeoutError):
+            if time.monotonic() >= deadline:
+                raise
+            session.reconnect()
+            time.sleep(1)
+
+
+def _send(
+    session: HostSession, experiment: Experiment, options: Options, record: RunRecord, chosen: tuple[Gpu, ...]
+) -> dict[str, Any]:
+    request = _request(session, experiment, options, record, chosen)
+    answer = session.call("runs", "launch", request, timeout_s=options.startup_seconds + _LAUNCH_MARGIN_S)
+    return {**answer, "overridden": [*placement.overridden(chosen, session.host), *answer["overridden"]]}
 
 
 def _adopt(
@@ -185,6 +225,7 @@ def _adopt(
         "cleared_cache": None,
         "watched_s": 0.0,
         "lines": [],
+        "overridden": [],
     }
     return gpus, {**state, "run_dir": found["run_dir"], "log": found["log"], **extra}
 
@@ -215,6 +256,7 @@ def _request(
         "gpu_model": chosen[0].name if chosen and chosen[0].name else "cpu",
         "clear_cache": options.clear_cache,
         "startup_s": options.startup_seconds,
+        "force": options.force,
         "log_lines": _LOG_LINES,
         "record": {
             "schema": 1,
@@ -250,6 +292,7 @@ def _launched(record: RunRecord, chosen: tuple[Gpu, ...], answer: dict[str, Any]
                 "cleared_cache",
                 "watched_s",
                 "lines",
+                "overridden",
             )
         },
     )

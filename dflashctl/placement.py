@@ -19,11 +19,13 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     return strict_yaml.gpu_indices("--gpus", strict_yaml.parse_scalar(f"[{text}]", "--gpus"))
 
 
-def choose(report: GpuReport, host: Host, requested: tuple[int, ...] | int | None, needed: int) -> tuple[Gpu, ...]:
+def choose(
+    report: GpuReport, host: Host, requested: tuple[int, ...] | int | None, needed: int, force: bool = False
+) -> tuple[Gpu, ...]:
     """GPUs of `host` for a run whose devices need `needed` of them; a CPU run (0) gets none and asks nothing.
 
-    Indices are taken as named, in that order, or refused; of a count (default: `needed`) the first idle ones are taken.
-    Raises ConfigurationError, GpuBusyError, GpuUnknownError.
+    Indices are taken as named, in that order, or refused; of a count (default: `needed`) the first idle ones are taken, and
+    with `force` those that are not idle after them. Raises ConfigurationError, GpuBusyError, GpuUnknownError.
     """
     if needed == 0:
         return ()
@@ -35,8 +37,8 @@ def choose(report: GpuReport, host: Host, requested: tuple[int, ...] | int | Non
     if report.note:
         raise ConfigurationError(f"the experiment needs {needed} GPU(s), but {host.name} has none: {report.note}")
     if isinstance(requested, tuple):
-        return _named(report, host, requested)
-    return _first_idle(report, host, count)
+        return _named(report, host, requested, force)
+    return _first_idle(report, host, count, force)
 
 
 def visible_devices(gpus: Sequence[Gpu]) -> dict[str, str]:
@@ -46,7 +48,14 @@ def visible_devices(gpus: Sequence[Gpu]) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": names}
 
 
-def _named(report: GpuReport, host: Host, indices: tuple[int, ...]) -> tuple[Gpu, ...]:
+def overridden(chosen: Sequence[Gpu], host: Host) -> list[str]:
+    """What speaks against the GPUs that were chosen all the same."""
+    return [
+        f"GPU {gpu.index} is {state.state}: {state.reason}" for gpu, state in _judged(chosen, host) if state.state != "idle"
+    ]
+
+
+def _named(report: GpuReport, host: Host, indices: tuple[int, ...], force: bool) -> tuple[Gpu, ...]:
     by_index = {gpu.index: gpu for gpu in report.gpus}
     for index in indices:
         if host.gpus is not None and index not in host.gpus:
@@ -57,12 +66,12 @@ def _named(report: GpuReport, host: Host, indices: tuple[int, ...]) -> tuple[Gpu
             raise ConfigurationError(f"{host.name} has no GPU {index}; it has {_list(by_index)}")
     chosen = tuple(by_index[index] for index in indices)
     refused = [(gpu, state) for gpu, state in _judged(chosen, host) if state.state != "idle"]
-    if refused:
+    if refused and not force:
         raise _refusal(host, "", refused)
     return chosen
 
 
-def _first_idle(report: GpuReport, host: Host, count: int) -> tuple[Gpu, ...]:
+def _first_idle(report: GpuReport, host: Host, count: int, force: bool) -> tuple[Gpu, ...]:
     # a lost GPU may not tell its index, and may be one of those allowed
     allowed = [gpu for gpu in report.gpus if host.gpus is None or gpu.index is None or gpu.index in host.gpus]
     if count > len(allowed):
@@ -70,6 +79,8 @@ def _first_idle(report: GpuReport, host: Host, count: int) -> tuple[Gpu, ...]:
         raise ConfigurationError(f"{host.name} has {len(allowed)}{restricted} GPUs for runs, but {count} are asked for")
     judged = _judged(allowed, host)
     idle = [gpu for gpu, state in judged if state.state == "idle"]
+    if force:  # a GPU without a uuid cannot be told apart, let alone be used
+        idle += [gpu for gpu, state in judged if state.state != "idle" and gpu.uuid]
     if len(idle) < count:
         refused = [(gpu, state) for gpu, state in judged if state.state != "idle"]
         raise _refusal(host, f"{len(idle)} of {len(allowed)} GPUs are idle, but {count} are asked for; ", refused)
@@ -89,7 +100,8 @@ def _refusal(host: Host, what: str, refused: Sequence[tuple[Gpu, GpuState]]) -> 
     rows = [{"index": gpu.index, "uuid": gpu.uuid, "state": state.state, "reason": state.reason} for gpu, state in refused]
     return kind(
         f"{host.name}: {what}{each}",
-        hint=f"'dflashctl gpus {host.name}' shows all of them; '--gpus' chooses others",
+        hint=f"'dflashctl gpus {host.name}' shows all of them; '--gpus' chooses others, '--wait-gpu' waits for busy ones, "
+        "'--force' starts in spite of it",
         details={"gpus": rows},
     )
 

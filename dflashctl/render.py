@@ -123,6 +123,8 @@ def launched(out: Renderer, done: "Launched") -> None:
     """A run that is under way, and what to type next."""
     if done.warning:
         out.note(f"warning: {done.warning}")
+    for sentence in done.overridden:
+        out.note(f"warning: --force overrides that {sentence}")
     if done.cleared_cache:
         out.note(f"emptied {done.cleared_cache}")
     if done.exit_code == 0:

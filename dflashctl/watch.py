@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dflashctl.errors import ContainerError, ContainerStoppedError, DflashctlError, ExitCode, HostError, RemoteTimeoutError
-from dflashctl.gpus import GpuReport, judge, parse_query, query_script
+from dflashctl.gpus import GpuReport, joined, judge, parse_query, query_script
 from dflashctl.runs import History, RunRecord
 from dflashctl.session import HostSession
 
@@ -16,7 +16,7 @@ _RETRY_S = 1.0
 _WAIT_S = 10.0
 LOOK_BYTES = 1 << 20
 _PAUSE_S = 0.3
-_GPU_QUERY_S = 45.0
+_GPU_QUERY_S = 90.0
 _ENDED = frozenset({"exited", "killed", "stopped", "lost"})
 
 
@@ -134,12 +134,19 @@ def survey(session: HostSession) -> tuple[dict[str, Any], ExitCode]:
         return document | {"error": str(error)}, error.exit_code
     rows = [asdict(gpu) | asdict(judge(gpu, session.host.idle)) for gpu in report.gpus]
     names = ("index", "uuid", "name", "memory_used_mib", "memory_total_mib", "utilization_percent", "temperature_c")
-    shown = (*names, "power_w", "state", "reason")
+    shown = (*names, "power_w", "state", "reason", "processes", "leases")
     document |= {"error": report.error, "note": report.note, "gpus": [{key: row[key] for key in shown} for row in rows]}
     return document, ExitCode.GPU_UNKNOWN if report.error else ExitCode.OK
 
 
 def query_gpus(session: HostSession) -> GpuReport:
-    """Ask the host's nvidia-smi; raises what the session raises."""
-    done = session.script(query_script(), timeout_s=_GPU_QUERY_S)
-    return parse_query(done.stdout.decode(errors="replace"))
+    """Ask the host's nvidia-smi and, around a container, the machine that it is on; raises what the session raises."""
+    done = session.script(query_script(session.host.root), timeout_s=_GPU_QUERY_S)
+    report = parse_query(done.stdout.decode(errors="replace"))
+    if session.host.container is None or not report.gpus:
+        return report
+    try:
+        done = session.script(query_script(None), timeout_s=_GPU_QUERY_S, outside=True)
+    except DflashctlError:
+        return report  # which stands on its own: memory in use is seen inside as well, only not whose it is
+    return joined(report, parse_query(done.stdout.decode(errors="replace")), session.host.container.id)

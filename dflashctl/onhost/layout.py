@@ -3,6 +3,7 @@
 root/current -> releases/<digest>     root/train_<tag>.log -> runs/<tag>-<n>/train.log
 root/releases/<digest>/trainer/...    root/caches/<key>/{inductor,triton}   (--warm-cache)
 root/runs/<tag>-<n>/{run.json,config.json,run.sh,train.log,events.jsonl,pid,exit_code,stopped,cache/}
+root/leases/<gpu uuid>                locked by the run that uses the GPU (leases.py)
 root/withdrawn/<launch id>            a launch that was given up before it had claimed a run, and must not claim one later
 """
 
@@ -34,6 +35,7 @@ class Layout:
         self.runs = self.root / "runs"
         self.caches = self.root / "caches"
         self.current = self.root / "current"
+        self.leases = self.root / "leases"
         self._withdrawn = self.root / "withdrawn"
 
     def release(self, digest: str) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARK = "DFLASHCTL_LAUNCH_ID"
+NAME = "DFLASHCTL_RUN"
 UNKNOWN = "-"
 """Stands in a pid file for the start time of a pid 1 that /proc does not show (hidepid)."""
 

@@ -7,17 +7,17 @@ import json
 import os
 import re
 import select
-import shlex
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from dflashctl.onhost import caches
+from dflashctl.onhost import caches, leases, wrapper
 from dflashctl.onhost.entry import Fault, require_python
 from dflashctl.onhost.layout import Layout, RunFolder, point_link, write_text
-from dflashctl.onhost.processes import MARK, UNKNOWN, recorded_process
+from dflashctl.onhost.processes import recorded_process
 from dflashctl.onhost.states import LIVING, state_of
 
 _PID_FILE_S = 15.0
@@ -39,7 +39,7 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     """Claim a run folder, write what the run is, start it detached, and watch its start-up window.
 
     `args`: root, tag, launch_id, release, python, module, env, config, record, cache ("own" or "warm"), gpu_model, clear_cache,
-    startup_s, log_lines, minimum_python.
+    startup_s, log_lines, force, minimum_python.
     """
     require_python(args["minimum_python"])
     layout = Layout(args["root"])
@@ -47,11 +47,13 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     cleared = str(caches.clear_default_cache({**os.environ, **args["env"]})) if args["clear_cache"] else None
     with layout.lock():
         layout.refuse_withdrawn(args["launch_id"])
-        _refuse_taken_gpus(layout, args["record"]["gpus"])
-        folder = _prepare(layout, args, torch)
-        warning = _link_log(layout, folder, args["tag"])
+        overridden = leases.held(layout, args["record"]["gpus"])
+        if overridden and not args["force"]:
+            raise leases.refusal(overridden)
+        folder = _prepare(layout, args, torch, {lease.uuid for lease in overridden})
         started = time.monotonic()
-        subprocess.run(["/bin/sh", str(folder.script)], check=True, timeout=_PID_FILE_S)
+        _start(layout, folder, args["record"]["gpus"])
+        warning = _link_log(layout, folder, args["tag"])
         _await_pid(folder)
     report = _watch_start(folder, args["startup_s"])
     lines, offset = _last_lines(folder.log, args["log_lines"])
@@ -65,6 +67,7 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
         "watched_s": watched,
         "warning": warning,
         "cleared_cache": cleared,
+        "overridden": [lease.sentence() for lease in overridden],
     }
 
 
@@ -83,18 +86,22 @@ def _check_packages(python: str, env: dict[str, str]) -> str:
     return answer["torch"] or "unknown"
 
 
-def _refuse_taken_gpus(layout: Layout, gpus: list[dict[str, Any]]) -> None:
-    """A run that has just started holds its GPUs before their memory shows it; the lock makes of two launches one winner."""
-    wanted = {gpu["uuid"]: gpu["index"] for gpu in gpus}
-    for folder in layout.all_runs() if wanted else ():
-        taken = [gpu["uuid"] for gpu in folder.record().get("gpus", []) if gpu.get("uuid") in wanted]
-        if taken and state_of(folder)["state"] in LIVING:
-            names = ", ".join(str(wanted[uuid]) for uuid in taken)
-            who = folder.record().get("launched_by", "somebody")
-            raise Fault("gpu_busy", f"GPU {names} is held by run {folder.run} of {who}", taken=taken)
+def _start(layout: Layout, folder: RunFolder, gpus: list[dict[str, Any]]) -> None:
+    """Run run.sh, which takes the leases itself, so that a start by hand holds its GPUs too."""
+    done = subprocess.run(["/bin/sh", str(folder.script)], capture_output=True, text=True, timeout=wrapper.START_S)
+    if done.returncode == 0:
+        return
+    shutil.rmtree(folder.path, ignore_errors=True)  # nothing of it has begun
+    if done.returncode == wrapper.TAKEN:
+        faster = leases.held(layout, gpus)
+        if faster:
+            raise leases.refusal(faster)
+        raise Fault("gpu_busy", "a GPU was taken and given back at this moment; try again", taken=[])
+    said = done.stderr.strip().splitlines()
+    raise Fault("environment", f"run.sh could not start: {said[-1] if said else f'exit code {done.returncode}'}")
 
 
-def _prepare(layout: Layout, args: dict[str, Any], torch: str) -> RunFolder:
+def _prepare(layout: Layout, args: dict[str, Any], torch: str, overridden: set[str]) -> RunFolder:
     release = layout.release(args["release"])
     if not release.is_dir():
         raise Fault("environment", f"release {args['release']} is not on the host", "deploy first")
@@ -112,78 +119,12 @@ def _prepare(layout: Layout, args: dict[str, Any], torch: str) -> RunFolder:
         "launched_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     write_text(folder.config, json.dumps(args["config"], indent=1) + "\n")
-    write_text(folder.script, _script(folder, args, release, cache, own_cache=shared is None))
+    taking = [gpu for gpu in args["record"]["gpus"] if gpu["uuid"] not in overridden]
+    paths = [leases.path(layout, gpu) for gpu in taking]
+    write_text(folder.script, wrapper.script(folder, args, release, cache, own_cache=shared is None, leases=paths))
     folder.script.chmod(0o755)
     write_text(folder.record_path, json.dumps(record, indent=1) + "\n")
     return folder
-
-
-def _script(folder: RunFolder, args: dict[str, Any], release: Path, cache: Path, own_cache: bool) -> str:
-    """run.sh: the exact command with everything it needs, so that started by hand it does the same."""
-    env = {
-        "LANG": "C.UTF-8",
-        **args["env"],
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(release), args["env"].get("PYTHONPATH")])),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        MARK: args["launch_id"],
-    }
-    exports = "\n".join(f"    export {name}={shlex.quote(value)}" for name, value in sorted(env.items()))
-    return _TEMPLATE.format(
-        run=folder.run,
-        folder=shlex.quote(str(folder.path)),
-        exports=exports,
-        unknown=UNKNOWN,
-        python=shlex.quote(args["python"]),
-        module=args["module"],
-        clean="rm -rf ./cache\n" if own_cache else "",
-    )
-
-
-# - The wrapper answers TERM with nothing, so that it outlives the trainer by the moment it takes to write the exit code; the
-#   trainer gets the default back (a trap with a command is not inherited, an ignored HUP is).
-# - A disk that is full by the end still has the room of one file for the exit code.
-# - The environment is the trainer's alone: a PATH in it must not take rm and mv away from the wrapper.
-_TEMPLATE = """#!/bin/sh
-# Run {run}. By hand: `sh run.sh` returns at once; train.log grows; a run that lives is not started twice.
-set -u
-cd {folder} || exit 1
-start_time() {{ sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }}
-init_now=$(start_time 1)
-init_now=${{init_now:-{unknown}}}
-if [ "${{1-}}" != detached ]; then
-    if [ -r pid ] && [ ! -e exit_code ]; then
-        read -r pid start init <pid
-        if [ -n "$start" ] && [ "$(start_time "$pid")" = "$start" ] && [ "$init_now" = "$init" ]; then
-            echo "{run} is running, pid $pid" >&2
-            exit 1
-        fi
-    fi
-    mkdir starting || exit 1
-    rm -f pid exit_code stopped
-    setsid /bin/sh ./run.sh detached </dev/null >/dev/null 2>&1 &
-    exit 0
-fi
-trap '' HUP
-trap : TERM INT
-exec >>train.log 2>&1
-{clean}echo 'kept for the exit code' >room
-echo "$$ $(start_time $$) $init_now" >pid.tmp && mv pid.tmp pid
-ready=$?
-rmdir starting 2>/dev/null
-[ "$ready" = 0 ] && [ ! -e stopped ] || exit 1
-(
-    unset LC_ALL
-{exports}
-    exec {python} -m {module} "$PWD/config.json"
-)
-code=$?
-{clean}rm -f room
-echo "$code" >exit_code.tmp && mv exit_code.tmp exit_code
-exit "$code"
-"""
 
 
 def _link_log(layout: Layout, folder: RunFolder, tag: str) -> str | None:

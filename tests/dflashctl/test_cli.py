@@ -131,8 +131,8 @@ def test_gpus_document(bench) -> None:
     assert [row["state"] for row in rows] == ["idle", "busy", "unknown"]
     assert "4711" in rows[1]["reason"]
     assert rows[2]["memory_used_mib"] is None
-    keys = "index uuid name memory_used_mib memory_total_mib utilization_percent temperature_c power_w state reason"
-    assert list(rows[0]) == keys.split()
+    values = "index uuid name memory_used_mib memory_total_mib utilization_percent temperature_c power_w"
+    assert list(rows[0]) == [*values.split(), "state", "reason", "processes", "leases"]
     lines = bench("gpus").stdout.splitlines()
     assert [line.split("\t")[7] for line in lines] == ["idle", "busy", "unknown"]
 

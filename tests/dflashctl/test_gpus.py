@@ -1,5 +1,7 @@
 """What each kind of nvidia-smi output means. Samples keep the command and the report that they come from."""
 
+import fcntl
+import getpass
 import re
 import subprocess
 from collections.abc import Mapping
@@ -41,7 +43,7 @@ def gpu_row(row: Mapping[str, str], index: int = 0) -> str:
 
 
 def answer(gpus: list[str], apps: list[str] | None = None, *, status: int = 0, header: bool = True, driver: str = "") -> str:
-    """What query_script() prints."""
+    """What query_script(None) prints."""
     table = [GPU_HEADER, *gpus] if header else gpus
     return "\n".join(
         ["@gpus", *table, "", f"@status {status}", "@apps", APP_HEADER, *(apps or []), "", "@status 0", "@driver", driver]
@@ -292,12 +294,12 @@ def test_every_sample_is_used() -> None:
     assert [path.name for path in SAMPLES.iterdir() if f'"{path.name}"' not in text] == []
 
 
-def run_query(folder: Path, nvidia_smi: str, timeout: str = "-k 2 15") -> GpuReport:
+def run_query(folder: Path, nvidia_smi: str, timeout: str = "-k 2 15", root: str | None = None) -> GpuReport:
     """The real script against a stand-in for nvidia-smi."""
     stand_in = folder / "nvidia-smi"
     stand_in.write_text(f"#!/bin/sh\n{nvidia_smi}\n")
     stand_in.chmod(0o755)
-    script = query_script().replace("-k 2 15", timeout)
+    script = query_script(root).replace("-k 2 15", timeout)
     done = subprocess.run(
         ["sh", "-s"],
         input=script,
@@ -336,3 +338,77 @@ def test_a_hanging_nvidia_smi_is_a_time_out(tmp_path: Path, ignores_term: bool) 
     report = run_query(tmp_path, stand_in, timeout="-k 0.2 0.3")
     assert report.error is not None
     assert report.error.startswith("GPU query timed out")
+
+
+def one(memory: str, utilization: str) -> str:
+    return gpu_row({"memory.used": memory, "memory.total": "143771", "utilization.gpu": utilization, "uuid": UUID})
+
+
+@pytest.mark.parametrize(
+    ("looks", "state", "says"),
+    [
+        ([("0", "0"), ("0", "97"), ("0", "0")], "busy", "utilization is 97 %"),  # computes in bursts
+        ([("71000", "0"), ("900", "0"), ("0", "0")], "busy", "71000 MiB held"),  # somebody is just leaving, or just coming
+        ([("0", "0"), ("[N/A]", "0"), ("0", "0")], "unknown", "memory.used reads [N/A]"),
+        ([("0", "0"), ("0", "0"), ("0", "0")], "idle", "0 MiB in use"),
+        ([("700", "0"), ("700", "71"), ("700", "3")], "busy", "utilization is 71 %"),
+    ],
+)
+def test_a_gpu_is_what_it_was_at_its_worst_look(looks, state: str, says: str) -> None:
+    report = parse_query("\n".join(answer([one(*look)]) for look in looks))
+    (verdict,) = states(report, Idle(max_memory_mib=800))
+    assert verdict[1] == state
+    assert says in verdict[2]
+
+
+def test_a_gpu_that_is_not_there_at_every_look_is_unknown() -> None:
+    report = parse_query(
+        answer([gpu_row({"memory.used": "0", "utilization.gpu": "0"}, 0), one("0", "0")]) + "\n" + answer([one("0", "0")])
+    )
+    assert sorted(state for _, state, _ in states(report)) == ["idle", "unknown"]
+
+
+def test_a_look_that_fails_makes_all_of_them_fail() -> None:
+    report = parse_query(
+        answer([one("0", "0")]) + "\n" + answer(["Failed to initialize NVML: Unknown Error"], status=255, header=False)
+    )
+    assert report.error is not None
+    assert report.gpus == ()
+
+
+def holder_script(name: str, pid: int) -> str:
+    return f"""
+case "$1" in
+  --query-gpu=*) printf '%s\\n' '{GPU_HEADER}' '0, {UUID}, NVIDIA H200, 71000, 143771, 98, 40, 120.5, Disabled' ;;
+  *) printf '%s\\n' '{APP_HEADER}' '{UUID}, {pid}, {name}, 70990' ;;
+esac"""
+
+
+def test_a_visible_holder_is_named_with_user_command_and_run(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "600"], env={"DFLASHCTL_RUN": "quick-7"}) as holder:
+        (gpu,) = run_query(tmp_path, holder_script("/usr/bin/sleep", holder.pid)).gpus
+        (stranger,) = run_query(tmp_path, holder_script("/usr/bin/python3", holder.pid)).gpus
+        holder.kill()
+    user = getpass.getuser()
+    assert f"held by run quick-7, pid {holder.pid} of {user} (sleep 600, 70990 MiB)" in judge(gpu, Idle()).reason
+    # inside a container the driver's pids are those of the machine around it: that number is another process here
+    assert f"held by pid {holder.pid} (/usr/bin/python3, 70990 MiB)" in judge(stranger, Idle()).reason
+
+
+def test_a_lease_is_seen_with_its_holder_while_it_is_locked(tmp_path: Path) -> None:
+    root = tmp_path / "my root"
+    (root / "leases").mkdir(parents=True)
+    lease = root / "leases" / UUID
+    lease.write_text('{"run": "quick-1", "by": "ann@laptop", "since": "2026-11-29T10:00:00Z"}\n')
+    idle_gpu = f"printf '%s\\n' '{GPU_HEADER}' '0, {UUID}, NVIDIA H200, 0, 143771, 0, 40, 120.5, Disabled'"
+    with open(lease) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        held = run_query(tmp_path, idle_gpu, root=str(root))
+        seen_through_processes = run_query(tmp_path, idle_gpu)
+    for report in (held, seen_through_processes):
+        assert states(report) == [(0, "busy", "it is held by run quick-1 of ann@laptop since 2026-11-29T10:00:00Z")]
+    lease.write_text("\x1b[31mtorn")
+    assert states(run_query(tmp_path, idle_gpu, root=str(root)))[0][1] == "idle"
+    with open(lease) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert states(run_query(tmp_path, idle_gpu, root=str(root)))[0][1:] == ("busy", "it is held by a run")

@@ -8,7 +8,7 @@ import pytest
 from dflashctl.errors import ConfigurationError, DflashctlError, GpuBusyError, GpuUnknownError
 from dflashctl.gpus import Gpu, GpuProcess, GpuReport
 from dflashctl.hosts import Host, Idle
-from dflashctl.placement import choose, parse_gpus, visible_devices
+from dflashctl.placement import choose, overridden, parse_gpus, visible_devices
 
 HOST = Host(name="box", transport="ssh", ssh="box", root="/workspace", python="/usr/bin/python3")
 
@@ -161,12 +161,21 @@ def test_a_refusal_has_one_reason(
     assert str(error.value) == says
 
 
+def test_force_takes_idle_gpus_first_and_says_what_it_overrides() -> None:
+    mixed = report(busy, idle, unknown)
+    chosen = choose(mixed, HOST, 2, 1, force=True)
+    assert [gpu.index for gpu in chosen] == [1, 0]
+    assert overridden(chosen, HOST) == [f"GPU 0 is {BUSY}"]
+    assert [gpu.index for gpu in choose(mixed, HOST, (2,), 1, force=True)] == [2]
+
+
 def test_a_refusal_carries_its_gpus_for_json_and_a_hint() -> None:
     with pytest.raises(GpuBusyError) as error:
         choose(report(busy), HOST, (0,), 1)
     reason = BUSY.removeprefix("busy: ")
     assert error.value.details == {"gpus": [{"index": 0, "uuid": "GPU-0", "state": "busy", "reason": reason}]}
-    assert error.value.hint == "'dflashctl gpus box' shows all of them; '--gpus' chooses others"
+    for way in ("dflashctl gpus box", "--gpus", "--wait-gpu", "--force"):
+        assert way in error.value.hint
 
 
 def test_gpus_on_the_command_line_are_indices() -> None:

@@ -7,7 +7,9 @@ import subprocess
 
 import pytest
 from labkit.container import Options
+from labkit.deadline import wait_until
 from labkit.laptop import COUNTER, SLEEPER, following, launch, point
+from labkit.smi import IDLE_H200_PAIR
 
 
 def text_of(ct, path: str) -> str:
@@ -152,6 +154,57 @@ def test_the_gpus_of_the_hypervisor_itself(bench, lab) -> None:
     done = bench("gpus", "--json")
     assert done.exit_code == 0
     assert [gpu["state"] for gpu in done.document["hosts"][0]["gpus"]] == ["busy", "idle"]
+
+
+def test_who_holds_a_gpu_is_asked_of_the_hypervisor(far, lab, ct) -> None:
+    """Container 201 computes on GPU 0; in 200 the driver shows its memory and nobody that holds it."""
+    lab.smi_in(ct).install()
+    busy = IDLE_H200_PAIR.replace("143771 MiB, 0 MiB", "143771 MiB, 72704 MiB", 1)
+    lab.smi_in(ct).gpus(busy)
+    other = lab.container(201)
+    other.start_job("exec sleep 600")
+    outer, inner = holder_in(lab, other, "sleep")
+    lab.smi.install()
+    lab.smi.gpus(busy)
+    first = "GPU-4d900621-81f0-00be-a4f9-408f47134ea1"
+    lab.smi.apps(f"gpu_uuid, pid, process_name, used_gpu_memory [MiB]\n{first}, {outer}, sleep, 72704 MiB\n")
+    rows = far("gpus", "--json").document["hosts"][0]["gpus"]
+    assert [row["state"] for row in rows] == ["busy", "idle"]
+    assert f"container 201, pid {inner} of " in rows[0]["reason"]
+    assert "(sleep 600, 72704 MiB)" in rows[0]["reason"]
+    far.experiment("cuda", "cuda:0")
+    refused = far("launch", "--tag", "cuda", "--gpus", "0")
+    assert refused.exit_code == 6
+    assert f"container 201, pid {inner}" in refused.stderr
+
+
+def test_a_lease_of_another_container_is_seen_from_the_hypervisor(far, lab, ct) -> None:
+    lab.smi_in(ct).install()
+    lab.smi.install()
+    other = lab.container(201)
+    uuid = "GPU-7694f615-a85b-389a-8e1f-80f0505d3c36"
+    note = {"run": "quick-9", "by": "ann@laptop", "since": "2026-11-29T10:00:00Z"}
+    lease = f"/workspace/leases/{uuid}"
+    other.write(lease, json.dumps(note))
+    other.start_job(f"exec flock -F {lease} sleep 600")
+    lab_sees = lambda: far("gpus", "--json").document["hosts"][0]["gpus"][1]  # noqa: E731
+    far.until(lambda: lab_sees()["state"] == "busy")
+    assert "held by run quick-9 of ann@laptop since 2026-11-29T10:00:00Z in container 201" in lab_sees()["reason"]
+    far.experiment("cuda", "cuda:0")
+    assert far("launch", "--tag", "cuda", "--gpus", "1").exit_code == 6
+    assert far("launch", "--tag", "cuda", "--gpus", "0", "--startup-seconds", "0").exit_code == 0
+
+
+def holder_in(lab, container, name: str) -> tuple[int, int]:
+    """A process of a container by its pid on the node and the one inside."""
+    wait_until(lambda: any(name in line for line in container.processes().values()), f"{name} in the container")
+    (inner,) = [pid for pid, line in container.processes().items() if name in line]
+    for line in lab.node.run(["sh", "-c", "grep -H NSpid /proc/[0-9]*/status"]).stdout.decode().splitlines():
+        path, _, pids = line.partition(":NSpid:")
+        of_container = f"/lxc/{container.vmid}/" in lab.node.path(path.replace("status", "cgroup")).read_text()
+        if of_container and int(pids.split()[-1]) == inner:
+            return int(path.split("/")[2]), inner
+    raise AssertionError(f"no {name} on the node")
 
 
 def test_a_hanging_nvidia_smi_is_unknown_in_time(far, lab, ct) -> None:

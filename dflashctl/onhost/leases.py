@@ -1,0 +1,84 @@
+"""Who holds which GPU: one file a GPU under root/leases, locked by the run that uses it.
+
+The lock is the kernel's (flock), taken by run.sh and inherited by the trainer, so it is given back however they end, and no
+file that is left behind can lie about it. The text in it says who holds it, for people; only the lock decides.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dflashctl.onhost.entry import Fault
+from dflashctl.onhost.layout import Layout
+
+_A_MOMENT_S = 1.0
+_MOST_CHARACTERS = 1000
+
+
+class Held(NamedTuple):
+    """A lease that somebody holds."""
+
+    number: int | None
+    """nvidia-smi's index of the GPU."""
+    uuid: str
+    note: dict[str, Any]
+
+    def sentence(self) -> str:
+        """Who holds it, as far as it says."""
+        note = {key: str(value) for key, value in self.note.items()}
+        if "run" not in note:
+            return f"GPU {self.number} is held by a run that its lease does not name"
+        return f"GPU {self.number} is held by run {note['run']} of {note.get('by', 'somebody')} since {note.get('since', '?')}"
+
+
+def path(layout: Layout, gpu: dict[str, Any]) -> Path:
+    """The lease of one GPU {uuid, index}; a GPU without a uuid has one by its index."""
+    name = gpu["uuid"] or f"index-{gpu['index']}"
+    return layout.leases / re.sub(r"[^A-Za-z0-9-]", "_", name)
+
+
+def held(layout: Layout, gpus: list[dict[str, Any]]) -> list[Held]:
+    """Those of `gpus` whose lease is locked, with what it says."""
+    layout.leases.mkdir(parents=True, exist_ok=True)
+    found = []
+    for gpu in gpus:
+        lease = path(layout, gpu)
+        if is_locked(lease):
+            found.append(Held(gpu["index"], gpu["uuid"], note(lease)))
+    return found
+
+
+def is_locked(lease: Path) -> bool:
+    """Whether a run holds it; another's look at it, which takes a moment, is waited out."""
+    deadline = time.monotonic() + _A_MOMENT_S
+    with open(lease, "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return False
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return True
+                time.sleep(0.05)
+
+
+def note(lease: Path) -> dict[str, Any]:
+    """What a lease says: run, by, since; empty where it cannot be read."""
+    try:
+        with open(lease, errors="replace") as file:
+            found = json.loads(file.read(_MOST_CHARACTERS))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def refusal(taken: list[Held]) -> Fault:
+    """Busy, and who holds what."""
+    sentence = "; ".join(lease.sentence() for lease in taken)
+    hint = "'--wait-gpu' waits for it; '--gpus' chooses others; '--force' starts in spite of it"
+    return Fault("gpu_busy", sentence, hint, taken=[lease.uuid for lease in taken])

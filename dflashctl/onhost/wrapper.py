@@ -1,0 +1,103 @@
+"""run.sh: the exact command of a run with everything it needs, so that started by hand it does the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from dflashctl.onhost.layout import RunFolder
+from dflashctl.onhost.processes import MARK, NAME, UNKNOWN
+
+START_S = 20.0
+TAKEN = 75
+"""run.sh's exit code when another run holds one of its GPUs (sysexits.h: EX_TEMPFAIL)."""
+_LEASE_WAIT_S = 3
+
+
+def script(folder: RunFolder, args: dict[str, Any], release: Path, cache: Path, own_cache: bool, leases: list[Path]) -> str:
+    """The text of run.sh; `leases` are the files whose locks the run holds while it lives."""
+    env = {
+        "LANG": "C.UTF-8",
+        **args["env"],
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(release), args["env"].get("PYTHONPATH")])),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        MARK: args["launch_id"],
+        NAME: folder.run,
+    }
+    exports = "\n".join(f"    export {name}={shlex.quote(value)}" for name, value in sorted(env.items()))
+    note = json.dumps({"run": folder.run, "by": args["record"]["launched_by"]})
+    # a lock is waited for a moment, since whoever asks whether it is held takes it for that long
+    locks = [f"flock -w {_LEASE_WAIT_S} -E {TAKEN} -F {shlex.quote(str(lease))}" for lease in leases]
+    notes = [f'printf \'%s, "since": "%s"}}\\n\' {shlex.quote(note[:-1])} "$now" >{shlex.quote(str(p))}' for p in leases]
+    return _TEMPLATE.format(
+        run=folder.run,
+        folder=shlex.quote(str(folder.path)),
+        exports=exports,
+        unknown=UNKNOWN,
+        python=shlex.quote(args["python"]),
+        module=args["module"],
+        clean="rm -rf ./cache\n" if own_cache else "",
+        locks=" ".join([*locks, ""]),
+        notes="\n".join(["    now=$(date -u +%Y-%m-%dT%H:%M:%SZ)", *(f"    {line}" for line in notes)]) if notes else "    :",
+        taken=TAKEN,
+    )
+
+
+# - The wrapper answers TERM with nothing, so that it outlives the trainer by the moment it takes to write the exit code; the
+#   trainer gets the default back (a trap with a command is not inherited, an ignored HUP is).
+# - A disk that is full by the end still has the room of one file for the exit code.
+# - The environment is the trainer's alone: a PATH in it must not take rm and mv away from the wrapper.
+# - flock -F becomes the command that it runs, with the lock on a descriptor that all below inherit.
+_TEMPLATE = """#!/bin/sh
+# Run {run}. By hand: `sh run.sh` returns at once; train.log grows; a run that lives is not started twice.
+set -u
+cd {folder} || exit 1
+start_time() {{ sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }}
+init_now=$(start_time 1)
+init_now=${{init_now:-{unknown}}}
+case "${{1-}}" in
+'')
+    if [ -r pid ] && [ ! -e exit_code ]; then
+        read -r pid start init <pid
+        if [ -n "$start" ] && [ "$(start_time "$pid")" = "$start" ] && [ "$init_now" = "$init" ]; then
+            echo "{run} is running, pid $pid" >&2
+            exit 1
+        fi
+    fi
+    {locks}/bin/sh ./run.sh leased
+    code=$?
+    [ "$code" != {taken} ] || echo "{run}: another run holds one of its GPUs" >&2
+    exit "$code"
+    ;;
+leased)
+    mkdir starting || exit 1
+    rm -f pid exit_code stopped
+{notes}
+    setsid /bin/sh ./run.sh detached </dev/null >/dev/null 2>&1 &
+    exit 0
+    ;;
+esac
+trap '' HUP
+trap : TERM INT
+exec >>train.log 2>&1
+{clean}echo 'kept for the exit code' >room
+echo "$$ $(start_time $$) $init_now" >pid.tmp && mv pid.tmp pid
+ready=$?
+rmdir starting 2>/dev/null
+[ "$ready" = 0 ] && [ ! -e stopped ] || exit 1
+(
+    unset LC_ALL
+{exports}
+    exec {python} -m {module} "$PWD/config.json"
+)
+code=$?
+{clean}rm -f room
+echo "$code" >exit_code.tmp && mv exit_code.tmp exit_code
+exit "$code"
+"""

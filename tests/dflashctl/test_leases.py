@@ -1,0 +1,138 @@
+"""A GPU belongs to one run at a time, for exactly as long as anything of that run lives."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+TWO_IDLE = """
+case "$1" in --query-compute-apps=*) exit 0;; esac
+echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
+echo "0, GPU-aaaa, NVIDIA H200, $(cat memory 2>/dev/null || echo 0), 143771, 0"
+echo "1, GPU-bbbb, NVIDIA H200, 0, 143771, 0"
+"""
+GO = ("launch", "--tag", "cuda", "--startup-seconds", "0", "--json")
+
+
+@pytest.fixture
+def cuda(bench):
+    """A laptop whose host has two idle GPUs; what GPU 0 holds is in the file `memory`."""
+    bench.experiment("cuda", "cuda:0")
+    bench.nvidia_smi(f"cd '{bench.folder}'\n{TWO_IDLE}")
+    bench.trainer("import time; time.sleep(600)")
+    assert bench("deploy").exit_code == 0
+    return bench
+
+
+def gpu_of(bench, index: int) -> dict:
+    return bench("gpus", "--json").document["hosts"][0]["gpus"][index]
+
+
+def test_of_two_launches_at_once_one_starts_and_the_other_says_who_won(cuda) -> None:
+    racers = [cuda.start(*GO, "--gpus", "0") for _ in range(2)]
+    answers = [json.loads(racer.communicate(timeout=120)[0]) for racer in racers]
+    assert sorted(racer.returncode for racer in racers) == [0, 6]
+    refusal = next(answer["error"] for answer in answers if "error" in answer)
+    assert "is held by run cuda-1 of " in refusal["message"]
+    assert "@" in refusal["message"]
+    assert "since 20" in refusal["message"]
+    assert "--wait-gpu" in refusal["hint"]
+    assert cuda.run_folder("cuda-1").exists()
+    assert not cuda.run_folder("cuda-2").exists()
+
+
+def test_a_lease_lives_exactly_as_long_as_the_run(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    held = gpu_of(cuda, 0)
+    assert held["state"] == "busy"
+    assert "held by run cuda-1" in held["reason"]
+    assert cuda("stop", "cuda-1").exit_code == 0
+    assert gpu_of(cuda, 0)["state"] == "idle"
+
+
+def test_a_wrapper_that_is_killed_leaves_the_lease_to_the_trainer(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    wrapper = int((cuda.run_folder("cuda-1") / "pid").read_text().split()[0])
+    cuda.until(lambda: len(cuda.marked("cuda-1")) >= 1)
+    os.kill(wrapper, signal.SIGKILL)
+    cuda.until(lambda: cuda("status", "cuda-1", "--json").document["state"] == "lost")
+    assert gpu_of(cuda, 0)["state"] == "busy"
+    for pid in cuda.marked("cuda-1"):
+        os.kill(pid, signal.SIGKILL)
+    cuda.until(lambda: gpu_of(cuda, 0)["state"] == "idle")
+
+
+def test_a_start_by_hand_takes_the_lease_too(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    assert cuda("stop", "cuda-1").exit_code == 0
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    by_hand = ["sh", str(cuda.run_folder("cuda-1") / "run.sh")]
+    refused = subprocess.run(by_hand, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    assert "another run holds one of its GPUs" in refused.stderr
+    assert cuda("status", "cuda-1", "--json").document["state"] == "stopped"
+    assert cuda("stop", "cuda-2").exit_code == 0
+    assert subprocess.run(by_hand, timeout=60).returncode == 0
+    cuda.until(lambda: cuda("status", "cuda-1", "--json").document["state"] == "running")
+    assert "held by run cuda-1" in gpu_of(cuda, 0)["reason"]
+    assert cuda(*GO, "--gpus", "0").exit_code == 6
+
+
+def test_a_lease_file_that_lies_about_holds_nothing(cuda) -> None:
+    leases = cuda.root / "leases"
+    leases.mkdir()
+    (leases / "GPU-aaaa").write_text('{"run": "long-gone-3", "by": "ann@laptop", "since": "2026-01-01T00:00:00Z"}\n')
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    assert json.loads((leases / "GPU-aaaa").read_text())["run"] == "cuda-1"
+
+
+def test_wait_gpu_starts_when_the_gpu_is_free(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    waiting = cuda.start(*GO, "--gpus", "0", "--wait-gpu")
+    assert waiting.stderr
+    for line in waiting.stderr:
+        if b"waiting: " in line:
+            assert b"held by run cuda-1" in line
+            break
+    assert waiting.poll() is None
+    assert cuda("stop", "cuda-1").exit_code == 0
+    stdout, _ = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0
+    assert json.loads(stdout)["run"] == "cuda-2"
+
+
+def test_wait_gpu_ends_after_its_seconds(cuda) -> None:
+    (cuda.folder / "memory").write_text("9000")
+    begun = time.monotonic()
+    done = cuda(*GO, "--gpus", "0", "--wait-gpu", "2")
+    assert (done.exit_code, time.monotonic() - begun >= 2) == (6, True)
+    assert "9000 MiB" in done.document["error"]["message"]
+
+
+def test_ctrl_c_while_waiting_starts_nothing(cuda) -> None:
+    (cuda.folder / "memory").write_text("9000")
+    waiting = cuda.start(*GO, "--gpus", "0", "--wait-gpu")
+    assert waiting.stderr
+    assert any(b"waiting: " in line for line in iter(waiting.stderr.readline, b""))
+    os.killpg(waiting.pid, signal.SIGINT)
+    stdout, _ = waiting.communicate(timeout=60)
+    assert waiting.returncode == 130
+    assert "nothing was started" in json.loads(stdout)["error"]["message"]
+    assert not (cuda.root / "runs").exists()
+
+
+def test_force_says_what_it_overrides(cuda) -> None:
+    (cuda.folder / "memory").write_text("9000")
+    done = cuda(*GO, "--gpus", "0", "--force")
+    assert done.exit_code == 0
+    (sentence,) = done.document["overridden"]
+    assert "9000 MiB" in sentence
+    again = cuda("launch", "--tag", "cuda", "--startup-seconds", "0", "--gpus", "0", "--force")
+    assert again.exit_code == 0
+    assert "--force overrides that GPU 0 is busy: it is held by run cuda-1" in again.stderr
+    assert {cuda("status", run, "--json").document["state"] for run in ("cuda-1", "cuda-2")} == {"running"}
+    assert cuda("stop", "cuda-2").exit_code == 0
+    assert cuda("status", "cuda-1", "--json").document["state"] == "running"
