@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dflashctl.experiment import Experiment
     from dflashctl.hosts import Host, Hosts
     from dflashctl.launch import Options
-    from dflashctl.render import Renderer
+    from dflashctl.render import LogStream, Renderer
     from dflashctl.runs import History, RunRecord
     from dflashctl.session import HostSession
 
@@ -87,10 +87,6 @@ class Context:
         if self.history.torn_lines:
             self.out.note(f"warning: {self.history.torn_lines} unreadable line(s) in the history were passed over")
         return self.hosts.get(record.host), record
-
-    def lost(self, error: DflashctlError) -> None:
-        """Say that a link is opened again."""
-        self.out.note(f"{error}; connecting again")
 
     def refresh(self, host: "Host") -> None:
         """Take in what the host knows of runs."""
@@ -167,7 +163,7 @@ def launch(
     Example: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
     """
     from dflashctl import launch as verbs
-    from dflashctl import placement, render
+    from dflashctl import placement, render, watch
 
     ctx = _context(as_json)
     loaded, place = ctx.experiment(tag, experiment, sets, host)
@@ -190,7 +186,8 @@ def launch(
             if as_json:
                 ctx.out.document(started.document())
             return
-        _follow(ctx, session, ctx.history.find(f"{started.host}:{started.run}"), 0, started.document())
+        record = ctx.history.find(f"{started.host}:{started.run}")
+        _follow(ctx, session, record, ctx.out.log(), started.document(), watch.BEGIN)
 
 
 @app.command()
@@ -230,7 +227,7 @@ def _smoke(ctx: Context, session: "HostSession", loaded: "Experiment", options: 
     started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
     record = ctx.history.find(f"{started.host}:{started.run}")
     ctx.out.note(f"{started.run} tries a few steps; its log is {started.log}")
-    state = watch.follow(session, record, lambda _data: None, ctx.lost, 0)
+    state = watch.follow(session, record, lambda _data: None, ctx.out.note, watch.BEGIN)
     watch.remember(ctx.history, record, state)
     return started.run, verbs.verdict(session, record)
 
@@ -249,18 +246,20 @@ def _follow(
     ctx: Context,
     session: "HostSession",
     record: "RunRecord",
-    offset: int | None,
+    log: "LogStream",
     document: dict[str, Any],
+    place: dict[str, Any] | None = None,
     lines: int = 10,
 ) -> NoReturn:
     """Show the log until the run ends; exit 0 if it exited 0, else 1. Ctrl-C leaves the run alone."""
     from dflashctl import render, watch
 
     try:
-        state = watch.follow(session, record, ctx.out.log, ctx.lost, offset, lines)
+        state = watch.follow(session, record, log.feed, ctx.out.note, place, lines)
     except KeyboardInterrupt:
         hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
         raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
+    log.end()
     watch.remember(ctx.history, record, state)
     ctx.out.note(f"{record.name} {render.describe(state)}")
     if ctx.out.as_json:
@@ -273,32 +272,21 @@ def tail(
     run: Run = None,
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Lines to begin with.")] = 10,
     no_follow: Annotated[bool, typer.Option("--no-follow", help="Show what is there and end.")] = False,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A document for each line, the last one the run's state.")] = False,
 ) -> None:
     """Show a run's log; ends with the run. Ctrl-C leaves the run alone."""
-    ctx = _context(as_json)
-    host, record = ctx.find(run)
-    with ctx.session(host) as session:
-        if not no_follow:
-            _follow(ctx, session, record, None, {}, lines)
-        state = _show_tail(ctx, session, record, lines)
-    if as_json:
-        ctx.out.document({"host": record.host, "tag": record.tag, **state})
-
-
-def _show_tail(ctx: Context, session: "HostSession", record: "RunRecord", lines: int) -> dict[str, Any]:
-    """The last lines as they are now; with --json they are a list in the document."""
     from dflashctl import watch
 
-    shown, chunk = b"", watch.look(session, record, None, lines)
-    while True:
-        if ctx.out.as_json:
-            shown += chunk.data
-        else:
-            ctx.out.log(chunk.data)
-        if len(chunk.data) < watch.LOOK_BYTES:
-            return {**chunk.state, "log": chunk.log, "lines": shown.decode(errors="replace").splitlines()}
-        chunk = watch.look(session, record, chunk.offset)
+    ctx = _context(as_json)
+    host, record = ctx.find(run)
+    log = ctx.out.log(as_documents=as_json)
+    with ctx.session(host) as session:
+        if not no_follow:
+            _follow(ctx, session, record, log, {}, lines=lines)
+        state = watch.show(session, record, log.feed, lines)
+    log.end()
+    if as_json:
+        ctx.out.document({"host": record.host, "tag": record.tag, **state})
 
 
 @app.command()
