@@ -52,6 +52,13 @@ class Renderer:
         """Decide once whether stdout is a terminal."""
         self.as_json = as_json
         self.is_terminal = bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._prefix = ""
+
+    def prefixed(self, host: str) -> "Renderer":
+        """The same with the host's name in front of each line."""
+        other = Renderer(self.as_json)
+        other._prefix = f"{host}: "
+        return other
 
     def note(self, text: str) -> None:
         """Progress, a warning or a hint, on stderr."""
@@ -65,7 +72,7 @@ class Renderer:
 
     def line(self, text: str) -> None:
         """One line of the answer."""
-        _write(sys.stdout, printable(text) + "\n")
+        _write(sys.stdout, self._prefix + printable(text) + "\n")
 
     def log(self, as_documents: bool = False) -> "LogStream":
         """Where a log goes: to stdout (to stderr where that is one document's), or to stdout as a document for each line."""
@@ -97,11 +104,16 @@ class Renderer:
     def failure(self, error: DflashctlError) -> None:
         """An error: a sentence and a hint for people, a document for programs."""
         if self.as_json:
-            self.document(error.details | {"error": {"code": error.code, "message": str(error), "hint": error.hint}})
+            self.document(error.details | {"error": error.document()})
             return
         self.note(str(error) if isinstance(error, InterruptedByUser) else f"error: {error}")
         if error.hint:
             self.note(f"hint: {error.hint}")
+
+    def failed_host(self, host: str, error: DflashctlError) -> None:
+        """What went wrong on one of several hosts; it is in the document too."""
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        self.note("\n".join(f"{host}: {line}" for line in f"error: {error}{hint}".splitlines()))
 
 
 class LogStream:
@@ -208,14 +220,14 @@ def printable(text: str) -> str:
 def deployment(out: Renderer, done: "Deployment") -> None:
     """What a deploy did, for people."""
     if done.uploaded_bytes == 0 and not done.changed:
-        out.line(f"{done.host}: nothing to do, release {done.release} is active and intact ({done.files} files)")
+        out.line(f"nothing to do, release {done.release} is active and intact ({done.files} files)")
         return
     if done.dry_run:
-        out.line(f"{done.host}: would activate release {done.release} in place of {done.previous or 'none'}:")
+        out.line(f"would activate release {done.release} in place of {done.previous or 'none'}:")
     else:
         check = done.parse_check
         parsed = f", python {check.python} parses {check.files} files" if check else ""
-        out.line(f"{done.host}: release {done.release} is active, {done.uploaded_bytes} bytes sent{parsed}; changed:")
+        out.line(f"release {done.release} is active, {done.uploaded_bytes} bytes sent{parsed}; changed:")
     for path in done.changed:
         out.line(f"  {path}")
 
@@ -246,6 +258,29 @@ def status(out: Renderer, state: dict[str, Any]) -> None:
         out.line(f"last event {state['last_event']}, {_seconds(state['last_event_age_s'])} ago{step}")
     if state.get("error"):
         out.line(f"error: {state['error']}")
+
+
+def living(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
+    """The living runs of one host."""
+    for state in states:
+        step = f", step {state['step']}" if state["step"] is not None else ""
+        since = f"{_seconds(state['duration_s'])}, pid {state['pid']}{step}"
+        out.line(f"{state['run']} {describe(state)}, {since}, launched by {state['launched_by'] or 'somebody'}")
+    if not states:
+        out.line("no run is living")
+
+
+def stopped(state: dict[str, Any]) -> str:
+    """What became of a run that was to be stopped."""
+    return f"{state['host']}:{state['run']} {'had already ended: ' if state['already'] else ''}{describe(state)}"
+
+
+def stopped_each(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
+    """The runs of one host that were stopped."""
+    for state in states:
+        out.line(f"{state['run']} {describe(state)}")
+    if not states:
+        out.line("no run of yours is living")
 
 
 def gpus(out: Renderer, documents: Sequence[dict[str, Any]], clear: bool) -> None:

@@ -139,11 +139,20 @@ def remember(history: History, record: RunRecord, state: dict[str, Any]) -> None
         history.append(new)
 
 
-def refresh(session: HostSession, history: History) -> int:
-    """Take in every run that the host knows; returns their number."""
-    found = session.call("runs", "list", {"root": session.host.root})["runs"]
-    history.merge(session.host.name, found)
-    return len(found)
+def list_runs(session: HostSession) -> list[dict[str, Any]]:
+    """Every run that the host knows: {record, state}."""
+    found: list[dict[str, Any]] = session.call("runs", "list", {"root": session.host.root})["runs"]
+    return found
+
+
+def living(session: HostSession) -> list[dict[str, Any]]:
+    """The states of the runs that live on a host, each with who launched it."""
+    name = session.host.name
+    return [
+        {"host": name, "tag": run["record"]["tag"], "launched_by": run["record"].get("launched_by"), **run["state"]}
+        for run in list_runs(session)
+        if run["state"]["state"] not in _ENDED
+    ]
 
 
 def survey(session: HostSession) -> tuple[dict[str, Any], ExitCode]:
