@@ -7,22 +7,25 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from dflashctl.context import Context, make_context
 from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, SmokeRefusal, StdoutClosed, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from dflashctl.experiment import Experiment
-    from dflashctl.hosts import Host, Hosts
+    from dflashctl.hosts import Host
     from dflashctl.launch import Options
-    from dflashctl.render import Renderer
-    from dflashctl.runs import History, RunRecord
+    from dflashctl.render import LogStream, Renderer
+    from dflashctl.runs import RunRecord
     from dflashctl.session import HostSession
 
 app = typer.Typer(
@@ -35,6 +38,9 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, also on failure.")]
+All = Annotated[bool, typer.Option("--all", help="Every host of hosts.yaml, side by side.")]
+HostNames = Annotated[list[str] | None, typer.Argument(metavar="[HOST...]", help="Hosts of hosts.yaml.")]
+HostOptions = Annotated[list[str] | None, typer.Option("--host", "-H", metavar="HOST", help="A host; may be repeated.")]
 HostName = Annotated[str | None, typer.Option("--host", "-H", metavar="HOST", help="A host of hosts.yaml.")]
 Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run id, unique prefix, or HOST:RUN; none: the newest.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a trainer value.")]
@@ -45,106 +51,27 @@ File = Annotated[
 ]
 
 
-@dataclass
-class Context:
-    """What every command starts from."""
-
-    hosts: "Hosts"
-    history: "History"
-    out: "Renderer"
-
-    def host_name(self, flag: str | None, experiment: str | None = None) -> tuple[str, str]:
-        """The host's name and where it came from: flag, DFLASHCTL_HOST, experiment, default."""
-        variable = os.environ.get("DFLASHCTL_HOST")
-        named = ((flag, "--host"), (variable, "DFLASHCTL_HOST"), (experiment, "experiment"), (self.hosts.default, "default"))
-        return next((name, source) for name, source in named if name)
-
-    def host(self, flag: str | None, experiment: str | None = None) -> "tuple[Host, str]":
-        """The host itself; raises ConfigurationError where hosts.yaml does not have it."""
-        name, source = self.host_name(flag, experiment)
-        return self.hosts.get(name), source
-
-    @contextmanager
-    def session(self, host: "Host") -> "Iterator[HostSession]":
-        """A connection for the length of the command."""
-        from dflashctl.session import open_session
-
-        with open_session(host) as session:
-            yield session
-
-    def find(self, run: str | None) -> "tuple[Host, RunRecord]":
-        """A run and its host; HOST:RUN also finds what this machine has never seen."""
-        from dflashctl.errors import RunNotFoundError
-
-        try:
-            record = self.history.find(run)
-        except RunNotFoundError:
-            host = (run or "").partition(":")[0]
-            if ":" not in (run or "") or host not in self.hosts.hosts:
-                raise
-            self.refresh(self.hosts.hosts[host])
-            record = self.history.find(run)
-        if self.history.torn_lines:
-            self.out.note(f"warning: {self.history.torn_lines} unreadable line(s) in the history were passed over")
-        return self.hosts.get(record.host), record
-
-    def lost(self, error: DflashctlError) -> None:
-        """Say that a link is opened again."""
-        self.out.note(f"{error}; connecting again")
-
-    def refresh(self, host: "Host") -> None:
-        """Take in what the host knows of runs."""
-        from dflashctl import watch
-
-        with self.session(host) as session:
-            watch.refresh(session, self.history)
-
-    def load(self, tag: str, file: Path | None, sets: list[str] | None) -> "Experiment":
-        """The experiment in `file`, else in the nearest folder `experiments`, here or above."""
-        from dflashctl.experiment import check_tag, load_experiment
-
-        here = Path.cwd()
-        beside = self.hosts.path.parent if self.hosts.path else here
-        nearest = next((f for p in (here, *here.parents) if (f := p / "experiments").is_dir()), beside / "experiments")
-        return load_experiment(check_tag(tag), file or nearest, sets or [])
-
-    def experiment(self, tag: str, file: Path | None, sets: list[str] | None, flag: str | None) -> "tuple[Experiment, Host]":
-        """An experiment and the host that it goes to, which is said first."""
-        loaded = self.load(tag, file, sets)
-        place, source = self.host(flag, loaded.host)
-        self.out.note(f"host {place.name} ({source})")
-        return loaded, place
-
-
-def _context(as_json: bool) -> Context:
-    from dflashctl.hosts import load_hosts
-    from dflashctl.render import Renderer
-    from dflashctl.runs import History, state_directory
-
-    out = Renderer(as_json)
-    hosts = load_hosts(os.environ, Path.cwd())
-    if hosts.path is None:
-        out.note(f"no hosts.yaml here or above: using the built-in host 'local', root {hosts.get('local').root}")
-    places = {name: host.place for name, host in hosts.hosts.items()}
-    return Context(hosts, History(state_directory(os.environ), places), out)
-
-
 @app.command()
 def deploy(
-    host: Annotated[str | None, typer.Argument(metavar="[HOST]", help="A host of hosts.yaml.")] = None,
+    hosts: HostNames = None,
+    every: All = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, change nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Ship the trainer package to HOST: verified, parse-checked there, swapped in atomically."""
+    """Ship the trainer package to each HOST: verified, parse-checked there, swapped in atomically."""
     from dflashctl import bundle, render
 
-    ctx = _context(as_json)
-    with ctx.session(ctx.host(host)[0]) as session:
-        done = bundle.deploy(session, bundle.pack(os.environ), dry_run)
+    ctx = make_context(as_json)
+    places, packed = ctx.places(hosts, every), bundle.pack(os.environ)
+    if len(places) > 1:
+        verb = partial(bundle.deploy, bundle=packed, dry_run=dry_run)
+        raise typer.Exit(ctx.on_each(places, verb, render.deployment, bundle.Deployment.document))
+    with ctx.session(places[0]) as session:
+        done = bundle.deploy(session, packed, dry_run)
     if as_json:
         ctx.out.document(done.document())
     else:
-        render.deployment(ctx.out, done)
+        render.deployment(ctx.out.prefixed(done.host), done)
 
 
 @app.command()
@@ -171,9 +98,9 @@ def launch(
     Example: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
     """
     from dflashctl import launch as verbs
-    from dflashctl import placement, render
+    from dflashctl import placement, render, watch
 
-    ctx = _context(as_json)
+    ctx = make_context(as_json)
     loaded, place = ctx.experiment(tag, experiment, sets, host)
     options = verbs.Options(
         gpus=placement.parse_gpus(gpus) if gpus is not None else None,
@@ -196,7 +123,8 @@ def launch(
             if as_json:
                 ctx.out.document(started.document())
             return
-        _follow(ctx, session, ctx.history.find(f"{started.host}:{started.run}"), 0, started.document())
+        record = ctx.history.find(f"{started.host}:{started.run}")
+        _follow(ctx, session, record, ctx.out.log(), started.document(), watch.BEGIN)
 
 
 @app.command()
@@ -215,7 +143,7 @@ def smoke(
     from dflashctl import launch as verbs
     from dflashctl import placement, render
 
-    ctx = _context(as_json)
+    ctx = make_context(as_json)
     loaded, place = ctx.experiment(tag, experiment, sets, host)
     chosen = placement.parse_gpus(gpus) if gpus is not None else None
     with ctx.session(place) as session:
@@ -236,7 +164,7 @@ def _smoke(ctx: Context, session: "HostSession", loaded: "Experiment", options: 
     started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
     record = ctx.history.find(f"{started.host}:{started.run}")
     ctx.out.note(f"{started.run} tries a few steps; its log is {started.log}")
-    state = watch.follow(session, record, lambda _data: None, ctx.lost, 0)
+    state = watch.follow(session, record, lambda _data: None, ctx.out.note, watch.BEGIN)
     watch.remember(ctx.history, record, state)
     return started.run, verbs.verdict(session, record)
 
@@ -261,18 +189,20 @@ def _follow(
     ctx: Context,
     session: "HostSession",
     record: "RunRecord",
-    offset: int | None,
+    log: "LogStream",
     document: dict[str, Any],
+    place: dict[str, Any] | None = None,
     lines: int = 10,
 ) -> NoReturn:
     """Show the log until the run ends; exit 0 if it exited 0, else 1. Ctrl-C leaves the run alone."""
     from dflashctl import render, watch
 
     try:
-        state = watch.follow(session, record, ctx.out.log, ctx.lost, offset, lines)
+        state = watch.follow(session, record, log.feed, ctx.out.note, place, lines)
     except KeyboardInterrupt:
         hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
         raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
+    log.end()
     watch.remember(ctx.history, record, state)
     ctx.out.note(f"{record.name} {render.describe(state)}")
     if ctx.out.as_json:
@@ -285,40 +215,33 @@ def tail(
     run: Run = None,
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Lines to begin with.")] = 10,
     no_follow: Annotated[bool, typer.Option("--no-follow", help="Show what is there and end.")] = False,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A document for each line, the last one the run's state.")] = False,
 ) -> None:
     """Show a run's log; ends with the run. Ctrl-C leaves the run alone."""
-    ctx = _context(as_json)
+    from dflashctl import watch
+
+    ctx = make_context(as_json)
     host, record = ctx.find(run)
+    log = ctx.out.log(as_documents=as_json)
     with ctx.session(host) as session:
         if not no_follow:
-            _follow(ctx, session, record, None, {}, lines)
-        state = _show_tail(ctx, session, record, lines)
+            _follow(ctx, session, record, log, {}, lines=lines)
+        state = watch.show(session, record, log.feed, lines)
+    log.end()
     if as_json:
         ctx.out.document({"host": record.host, "tag": record.tag, **state})
 
 
-def _show_tail(ctx: Context, session: "HostSession", record: "RunRecord", lines: int) -> dict[str, Any]:
-    """The last lines as they are now; with --json they are a list in the document."""
-    from dflashctl import watch
-
-    shown, chunk = b"", watch.look(session, record, None, lines)
-    while True:
-        if ctx.out.as_json:
-            shown += chunk.data
-        else:
-            ctx.out.log(chunk.data)
-        if len(chunk.data) < watch.LOOK_BYTES:
-            return {**chunk.state, "log": chunk.log, "lines": shown.decode(errors="replace").splitlines()}
-        chunk = watch.look(session, record, chunk.offset)
-
-
 @app.command()
-def status(run: Run = None, as_json: Json = False) -> None:
-    """Say what became of a run, from what it left on its host."""
+def status(run: Run = None, hosts: HostOptions = None, every: All = False, as_json: Json = False) -> None:
+    """Say what became of a run, from what it left on its host; with --host or --all, which runs live there."""
     from dflashctl import render, watch
 
-    ctx = _context(as_json)
+    ctx = make_context(as_json)
+    if hosts or every:
+        _refuse_both(run)
+        verb, show = watch.living, render.living
+        raise typer.Exit(ctx.on_each(ctx.places(hosts, every), verb, show, lambda states: {"runs": states}))
     host, record = ctx.find(run)
     with ctx.session(host) as session:
         state, code = watch.status(session, record)
@@ -329,24 +252,65 @@ def status(run: Run = None, as_json: Json = False) -> None:
     raise typer.Exit(code)
 
 
+def _refuse_both(run: str | None) -> None:
+    if run is not None:
+        raise UsageError("RUN and --host or --all do not go together: HOST:RUN names a run of one host")
+
+
 @app.command()
 def stop(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, unique prefix, or HOST:RUN.")],
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run id, unique prefix, or HOST:RUN.")] = None,
+    hosts: HostOptions = None,
+    every: All = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before several runs are stopped.")] = False,
     grace: Annotated[float, typer.Option(min=0, max=600, help="Seconds between TERM and KILL.")] = 20.0,
     as_json: Json = False,
 ) -> None:
-    """Stop a run: TERM, grace, KILL over its whole process tree, then look whether anything is left."""
+    """Stop a run: TERM, grace, KILL over its whole process tree, then look whether anything is left.
+
+    With --host or --all: every living run there that you launched from this machine, after asking.
+    """
     from dflashctl import launch as verbs
     from dflashctl import render
 
-    ctx = _context(as_json)
+    ctx = make_context(as_json)
+    if hosts or every:
+        _refuse_both(run)
+        raise typer.Exit(_stop_several(ctx, ctx.places(hosts, every), yes, grace))
+    if run is None:
+        raise UsageError("stop needs a RUN, --host or --all")
     host, record = ctx.find(run)
     with ctx.session(host) as session:
         state = verbs.stop(session, record, ctx.history, grace)
     if as_json:
         ctx.out.document(state)
     else:
-        ctx.out.line(f"{record.name} {'had already ended: ' if state['already'] else ''}{render.describe(state)}")
+        ctx.out.line(render.stopped(state))
+
+
+def _stop_several(ctx: Context, places: "list[Host]", yes: bool, grace: float) -> int:
+    """Stop what is ours on each host, those of others named and left alone; the worst exit code."""
+    from dflashctl import launch as verbs
+    from dflashctl import render
+    from dflashctl.fanout import side_by_side
+
+    found = {outcome.host.name: outcome for outcome in side_by_side(places, verbs.living_of_mine)}
+    mine, others = ({place.name: (found[place.name].value or ([], []))[which] for place in places} for which in (0, 1))
+    names, spared = (", ".join(run.name for runs in some.values() for run in runs) for some in (mine, others))
+    if spared:
+        ctx.out.note(f"not launched by you from here, left alone: {spared}")
+    if names and not yes:
+        if not (sys.stdin and sys.stdin.isatty()):
+            raise UsageError(f"this would stop {names}", hint="say --yes to do it")
+        if not typer.confirm(f"stop {names}?", err=True):
+            raise InterruptedByUser("nothing was stopped")
+
+    def verb(session: "HostSession") -> list[dict[str, Any]]:
+        if problem := found[session.host.name].error:
+            raise problem
+        return verbs.stop_each(session, mine[session.host.name], ctx.history, grace)
+
+    return ctx.on_each(places, verb, render.stopped_each, lambda states: {"runs": states})
 
 
 @app.command()
@@ -357,25 +321,24 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs, newest first, as this machine remembers them."""
-    ctx = _context(as_json)
-    failed: list[tuple[str, DflashctlError]] = []
+    from dflashctl import watch
+    from dflashctl.fanout import side_by_side
+
+    ctx = make_context(as_json)
     asked = [ctx.hosts.get(host)] if host else list(ctx.hosts.hosts.values())
-    if refresh:
-        for place in asked:
-            try:
-                ctx.refresh(place)
-            except DflashctlError as error:
-                failed.append((place.name, error))
+    errors, worst = [], int(ExitCode.OK)
+    for outcome in side_by_side(asked, watch.list_runs) if refresh else ():
+        if outcome.error:
+            worst = max(worst, outcome.error.exit_code)
+            errors.append({"host": outcome.host.name, "message": str(outcome.error)})
+            ctx.out.note(f"warning: {outcome.host.name}: {outcome.error}")
+        else:
+            ctx.history.merge(outcome.host.name, outcome.value or [])
     found = [r for r in ctx.history.records() if r.run and host in (None, r.host)][:limit]
-    worst = max((problem.exit_code for _, problem in failed), default=ExitCode.OK)
-    for name, problem in failed:
-        ctx.out.note(f"warning: {name}: {problem}")
-    if ctx.history.torn_lines:
-        ctx.out.note(f"warning: {ctx.history.torn_lines} unreadable line(s) in the history were passed over")
+    ctx.warn_of_torn_lines()
     if as_json:
         names = ("run", "host", "tag", "state", "exit_code", "created_at", "release", "hypothesis", "launch_id")
         listed = [{name: getattr(record, name) for name in names} for record in found]
-        errors = [{"host": name, "message": str(problem)} for name, problem in failed]
         ctx.out.document({"runs": listed, "errors": errors})
         raise typer.Exit(worst)
     rows = [(r.run, r.host, r.state, r.exit_code, r.created_at, (r.hypothesis or "").strip()) for r in found]
@@ -385,7 +348,8 @@ def runs(
 
 @app.command()
 def gpus(
-    hosts: Annotated[list[str] | None, typer.Argument(metavar="[HOST...]", help="Hosts of hosts.yaml.")] = None,
+    hosts: HostNames = None,
+    every: All = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Every two seconds until Ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -394,32 +358,36 @@ def gpus(
 
     if watch and as_json:
         raise UsageError("--watch and --json do not go together: --json prints one document")
-    ctx = _context(as_json)
-    places = [ctx.hosts.get(name) for name in hosts or []] or [ctx.host(None)[0]]
+    ctx = make_context(as_json)
+    places = ctx.places(hosts, every)
     while True:
-        documents, code = _survey(ctx, places)
+        found: dict[str, dict[str, Any]] = {}
+        worst = int(ExitCode.OK)
+        for document, code in _survey(places):
+            found[document["host"]] = document
+            worst = max(worst, code)
+            if not as_json and not watch:
+                render.gpus(ctx.out, [document], clear=False)
+        documents = [found[place.name] for place in places]
         if as_json:
             ctx.out.document({"hosts": documents})
-        else:
-            render.gpus(ctx.out, documents, clear=watch)
         if not watch:
-            raise typer.Exit(code)
+            raise typer.Exit(worst)
+        render.gpus(ctx.out, documents, clear=True)
         time.sleep(_WATCH_S)
 
 
-def _survey(ctx: Context, places: "list[Host]") -> tuple[list[dict[str, Any]], int]:
+def _survey(places: "list[Host]") -> "Iterator[tuple[dict[str, Any], int]]":
+    """What each host says of its GPUs, as it comes in; a host that cannot be asked is a document with its error."""
+    from dflashctl.fanout import side_by_side
     from dflashctl.watch import survey
 
-    documents, worst = [], ExitCode.OK
-    for place in places:
-        try:
-            with ctx.session(place) as session:
-                document, code = survey(session)
-        except DflashctlError as error:
-            document, code = {"host": place.name, "error": str(error), "note": None, "gpus": []}, error.exit_code
-        documents.append(document)
-        worst = max(worst, code)
-    return documents, worst
+    for outcome in side_by_side(places, survey):
+        if outcome.value:
+            yield outcome.value
+        elif outcome.error:
+            name, error = outcome.host.name, outcome.error
+            yield {"host": name, "error": str(error), "note": None, "gpus": []}, error.exit_code
 
 
 @app.command()
@@ -433,7 +401,7 @@ def show(
     """Print the merged experiment and where each value came from."""
     from dflashctl.experiment import describe
 
-    ctx = _context(as_json)
+    ctx = make_context(as_json)
     loaded = ctx.load(tag, experiment, sets)
     name, source = ctx.host_name(host, loaded.host)
     rows = describe(loaded)

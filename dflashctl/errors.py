@@ -34,6 +34,10 @@ class DflashctlError(Exception):
         self.hint = hint
         self.details = details or {}
 
+    def document(self) -> dict[str, object]:
+        """For --json."""
+        return {"code": self.code, "message": str(self), "hint": self.hint}
+
 
 class UsageError(DflashctlError):
     """Arguments that do not go together."""

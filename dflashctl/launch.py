@@ -26,9 +26,9 @@ from dflashctl.errors import (
 )
 from dflashctl.experiment import Experiment
 from dflashctl.gpus import Gpu, GpuReport
-from dflashctl.runs import History, RunRecord
+from dflashctl.runs import History, RunRecord, record_of
 from dflashctl.session import HostSession
-from dflashctl.watch import RECONNECT_S, look, query_gpus, status
+from dflashctl.watch import RECONNECT_S, list_runs, look, query_gpus, status
 
 _STOP_MARGIN_S = 40.0
 _LOG_LINES = 20
@@ -344,6 +344,32 @@ def stop(session: HostSession, record: RunRecord, history: History, grace_s: flo
     if state["state"] != record.state:
         history.append(replace(record, state=state["state"], exit_code=state["exit_code"]))
     return {"host": record.host, "tag": record.tag, "already": answer["already"], **state}
+
+
+def stop_each(session: HostSession, records: Sequence[RunRecord], history: History, grace_s: float) -> list[dict[str, Any]]:
+    """Stop several runs of one host, each of them tried; raises the worst error, with all of them in its sentence."""
+    states, errors = [], []
+    for record in records:
+        try:
+            states.append(stop(session, record, history, grace_s))
+        except DflashctlError as error:
+            errors.append(error)
+    if errors:
+        worst = max(errors, key=lambda error: error.exit_code)
+        stopped = [f"{state['run']} is {state['state']}" for state in states]
+        raise type(worst)("; ".join([*map(str, errors), *stopped]), hint=worst.hint, details={"runs": states})
+    return states
+
+
+def living_of_mine(session: HostSession) -> tuple[list[RunRecord], list[RunRecord]]:
+    """The living runs of a host: those that this user launched from this machine, and those of others."""
+    mine: list[RunRecord] = []
+    others: list[RunRecord] = []
+    for entry in list_runs(session):
+        if entry["state"]["state"] in ("running", "starting"):
+            of_mine = entry["record"].get("launched_by") == _who()
+            (mine if of_mine else others).append(record_of(entry, session.host.name, session.host.place))
+    return mine, others
 
 
 def _named(gpus: Sequence[Gpu]) -> list[dict[str, Any]]:

@@ -8,8 +8,10 @@ import codecs
 import json
 import os
 import re
+import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dflashctl.errors import DflashctlError, EnvironmentFault, InterruptedByUser, StdoutClosed
@@ -28,17 +30,35 @@ _COLOURS = {
     "killed": "red",
     "lost": "red",
 }
-_CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_CSI, _STRING, _CHARS = (
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*",
+    r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\r\n]*",
+    r"\x1b[ -/]*",
+)
+_CONTROL = re.compile(rf"{_CSI}[@-~]|{_STRING}(?:\x07|\x1b\\|\x9c)?|{_CHARS}[0-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+"""Control sequences of ECMA-48: CSI, strings (a window's title) that end with their line at the latest, the rest."""
+
+_UNFINISHED = re.compile(rf"(?:{_CSI}|{_STRING}\x1b?|{_CHARS})\Z")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_HELD_BACK = 4096
+_UNBOUNDED = 10_000
+_LINE_BYTES = 1 << 20
 
 
 class Renderer:
     """Writes one command's answer; with `as_json` everything but the document goes to stderr."""
 
     def __init__(self, as_json: bool) -> None:
-        """Decide once where log bytes go and whether stdout is a terminal."""
+        """Decide once whether stdout is a terminal."""
         self.as_json = as_json
         self.is_terminal = bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._prefix = ""
+
+    def prefixed(self, host: str) -> "Renderer":
+        """The same with the host's name in front of each line."""
+        other = Renderer(self.as_json)
+        other._prefix = f"{host}: "
+        return other
 
     def note(self, text: str) -> None:
         """Progress, a warning or a hint, on stderr."""
@@ -47,18 +67,18 @@ class Renderer:
             sys.stderr.flush()
 
     def document(self, content: dict[str, Any]) -> None:
-        """The one JSON document."""
-        _write(sys.stdout, json.dumps({"schema": 1} | content, indent=1) + "\n")
+        """A JSON document, on one line, for `tail --json` writes several."""
+        _write(sys.stdout, json.dumps({"schema": 1} | content) + "\n")
 
     def line(self, text: str) -> None:
         """One line of the answer."""
-        _write(sys.stdout, printable(text) + "\n")
+        _write(sys.stdout, self._prefix + printable(text) + "\n")
 
-    def log(self, data: bytes) -> None:
-        """Log bytes as they come; a character split between two chunks is put together, control sequences are left out."""
-        stream = sys.stderr if self.as_json else sys.stdout
-        text = self._decoder.decode(data)
-        _write(stream, _CONTROL.sub("", text) if stream and stream.isatty() else text)
+    def log(self, as_documents: bool = False) -> "LogStream":
+        """Where a log goes: to stdout (to stderr where that is one document's), or to stdout as a document for each line."""
+        if as_documents:
+            return _LogDocuments(self)
+        return LogStream(sys.stderr if self.as_json else sys.stdout)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Rows of values; None reads `-`, and a state has its colour on a terminal."""
@@ -68,31 +88,124 @@ class Renderer:
                 self.line("\t".join(text.replace("\t", " ").replace("\n", " ") for text in row))
             return
         from rich.console import Console  # a tenth of a second that only terminals need
-        from rich.table import Table
+        from rich.table import Column, Table
         from rich.text import Text
 
-        table = Table(*columns, box=None, pad_edge=False)
+        # only the last column, a sentence, is wrapped; a terminal too narrow for the others breaks lines, which cuts no name
+        heads = [Column(name, no_wrap=True) for name in columns[:-1]]
+        table = Table(*heads, Column(columns[-1], overflow="fold"), box=None, pad_edge=False)
         for row in texts:
             table.add_row(*(Text(text, style=_COLOURS.get(text, "")) for text in row))
-        Console(soft_wrap=False).print(table)
+        console = Console()
+        unbounded = console.options.update(max_width=_UNBOUNDED)
+        console.width = max(console.width, console.measure(table, options=unbounded).minimum)
+        console.print(table)
 
     def failure(self, error: DflashctlError) -> None:
         """An error: a sentence and a hint for people, a document for programs."""
         if self.as_json:
-            self.document(error.details | {"error": {"code": error.code, "message": str(error), "hint": error.hint}})
+            self.document(error.details | {"error": error.document()})
             return
         self.note(str(error) if isinstance(error, InterruptedByUser) else f"error: {error}")
         if error.hint:
             self.note(f"hint: {error.hint}")
 
+    def failed_host(self, host: str, error: DflashctlError) -> None:
+        """What went wrong on one of several hosts; it is in the document too."""
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        self.note("\n".join(f"{host}: {line}" for line in f"error: {error}{hint}".splitlines()))
+
+
+class LogStream:
+    """A log's bytes as they come: unchanged into a file or pipe, on a terminal as text without control sequences.
+
+    Where a chunk ends within a character or a control sequence, that waits for the rest.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        """Write to `stream`."""
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def feed(self, data: bytes) -> None:
+        """Show what came; nothing came: raises StdoutClosed if whoever read it is gone."""
+        if self._stream is None:
+            return
+        if not self._stream.isatty():
+            _write_bytes(self._stream, data)
+            return
+        text = self._held + self._decoder.decode(data)
+        unfinished = _UNFINISHED.search(text, max(0, len(text) - _HELD_BACK))
+        whole = unfinished.start() if unfinished else len(text)
+        self._held = text[whole:]
+        _write(self._stream, printable(text[:whole]))
+
+    def end(self) -> None:
+        """Show what was held back."""
+        _write(self._stream, printable(self._held + self._decoder.decode(b"", final=True)))
+
+
+class _LogDocuments(LogStream):
+    """A log as one JSON document a line; of a line of more than 1 MiB each MiB is one."""
+
+    def __init__(self, out: Renderer) -> None:
+        super().__init__(sys.stdout)
+        self._out = out
+        self._pending = b""
+
+    def feed(self, data: bytes) -> None:
+        if not data:
+            super().feed(b"")
+        text = self._pending + data
+        half = text.endswith(b"\r")  # a \n may follow
+        *lines, self._pending = _LINE_END.split(text[:-1] if half else text)
+        self._pending += b"\r" if half else b""
+        while len(self._pending) > _LINE_BYTES:
+            lines.append(self._pending[:_LINE_BYTES])
+            self._pending = self._pending[_LINE_BYTES:]
+        for line in lines:
+            self._document(line)
+
+    def end(self) -> None:
+        if self._pending:
+            self._document(self._pending.removesuffix(b"\r"))
+
+    def _document(self, line: bytes) -> None:
+        self._out.document({"line": line.decode(errors="replace")})
+
+
+def _write_bytes(stream: TextIO, data: bytes) -> None:
+    """Write bytes as they are. To write nothing asks whether anybody reads, for a silent pipe tells it no other way."""
+    if not data and _is_left(stream):
+        raise StdoutClosed
+    with _output():
+        stream.flush()
+        stream.buffer.write(data)
+        stream.flush()
+
+
+def _is_left(stream: TextIO) -> bool:
+    """Whether the other end of a pipe is closed."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Write at once; raises StdoutClosed where nobody reads any more, EnvironmentFault where it cannot be written."""
+    """Write text at once."""
     if stream is None:
         return
-    try:
+    with _output():
         stream.write(text)
         stream.flush()
+
+
+@contextmanager
+def _output() -> Iterator[None]:
+    """Raises StdoutClosed where nobody reads any more, EnvironmentFault where it cannot be written."""
+    try:
+        yield
     except BrokenPipeError:
         raise StdoutClosed from None
     except OSError as error:
@@ -107,14 +220,14 @@ def printable(text: str) -> str:
 def deployment(out: Renderer, done: "Deployment") -> None:
     """What a deploy did, for people."""
     if done.uploaded_bytes == 0 and not done.changed:
-        out.line(f"{done.host}: nothing to do, release {done.release} is active and intact ({done.files} files)")
+        out.line(f"nothing to do, release {done.release} is active and intact ({done.files} files)")
         return
     if done.dry_run:
-        out.line(f"{done.host}: would activate release {done.release} in place of {done.previous or 'none'}:")
+        out.line(f"would activate release {done.release} in place of {done.previous or 'none'}:")
     else:
         check = done.parse_check
         parsed = f", python {check.python} parses {check.files} files" if check else ""
-        out.line(f"{done.host}: release {done.release} is active, {done.uploaded_bytes} bytes sent{parsed}; changed:")
+        out.line(f"release {done.release} is active, {done.uploaded_bytes} bytes sent{parsed}; changed:")
     for path in done.changed:
         out.line(f"  {path}")
 
@@ -147,6 +260,29 @@ def status(out: Renderer, state: dict[str, Any]) -> None:
         out.line(f"last event {state['last_event']}, {_seconds(state['last_event_age_s'])} ago{step}")
     if state.get("error"):
         out.line(f"error: {state['error']}")
+
+
+def living(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
+    """The living runs of one host."""
+    for state in states:
+        step = f", step {state['step']}" if state["step"] is not None else ""
+        since = f"{_seconds(state['duration_s'])}, pid {state['pid']}{step}"
+        out.line(f"{state['run']} {describe(state)}, {since}, launched by {state['launched_by'] or 'somebody'}")
+    if not states:
+        out.line("no run is living")
+
+
+def stopped(state: dict[str, Any]) -> str:
+    """What became of a run that was to be stopped."""
+    return f"{state['host']}:{state['run']} {'had already ended: ' if state['already'] else ''}{describe(state)}"
+
+
+def stopped_each(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
+    """The runs of one host that were stopped."""
+    for state in states:
+        out.line(f"{state['run']} {describe(state)}")
+    if not states:
+        out.line("no run of yours is living")
 
 
 def gpus(out: Renderer, documents: Sequence[dict[str, Any]], clear: bool) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,23 @@ class RunRecord:
     def name(self) -> str:
         """`HOST:RUN`, as every RUN argument takes it."""
         return f"{self.host}:{self.run}"
+
+
+def record_of(entry: Mapping[str, Any], host: str, place: str) -> RunRecord:
+    """One launch as its host tells of it; `entry` is {record, state}."""
+    record, state = entry["record"], entry["state"]
+    return RunRecord(
+        launch_id=str(record.get("launch_id")),
+        host=host,
+        place=place,
+        tag=str(record.get("tag")),
+        created_at=str(record.get("launched_at")),
+        run=str(record.get("run")),
+        release=record.get("release"),
+        hypothesis=record.get("hypothesis"),
+        state=state["state"],
+        exit_code=state["exit_code"],
+    )
 
 
 def state_directory(environ: Mapping[str, str]) -> Path:
@@ -94,21 +111,10 @@ class History:
         """Take in what a host says of its runs: `found` is [{record, state}]; lines are added only for what changed."""
         known = {record.launch_id: record for record in self.records()}
         for entry in found:
-            record, state = entry["record"], entry["state"]
-            launch_id = str(record.get("launch_id"))
-            old = known.get(launch_id)
-            new = RunRecord(
-                launch_id=launch_id,
-                host=host,
-                place=self._places[host],
-                tag=str(record.get("tag")),
-                created_at=old.created_at if old else str(record.get("launched_at")),
-                run=str(record.get("run")),
-                release=record.get("release"),
-                hypothesis=record.get("hypothesis"),
-                state=state["state"],
-                exit_code=state["exit_code"],
-            )
+            old = known.get(str(entry["record"].get("launch_id")))
+            new = record_of(entry, host, self._places[host])
+            if old:
+                new = replace(new, created_at=old.created_at)
             if new != old:
                 self.append(new)
 

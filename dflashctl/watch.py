@@ -1,6 +1,7 @@
-"""Look without touching: a run's state, its log by byte offset until it has ended, and a host's GPUs."""
+"""Look without touching: a run's state, its log as it grows until it has ended, and a host's GPUs."""
 
 import base64
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -14,20 +15,26 @@ from dflashctl.session import HostSession
 RECONNECT_S = 120.0
 _RETRY_S = 1.0
 _WAIT_S = 10.0
-LOOK_BYTES = 1 << 20
 _PAUSE_S = 0.3
 _GPU_QUERY_S = 90.0
+BEGIN: dict[str, Any] = {"offset": 0, "seen": hashlib.sha256().hexdigest()}
+"""The place where a log begins."""
+
 _ENDED = frozenset({"exited", "killed", "stopped", "lost"})
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one look at a run saw; `data` is raw log, `offset` where the next look begins."""
+    """What one look at a run saw; `data` is raw log, `place` where the next look begins."""
 
     state: dict[str, Any]
     data: bytes
-    offset: int
+    place: dict[str, Any] | None
     log: str
+    left: int
+    """Bytes that the log already has beyond `data`."""
+    restarted: bool
+    """The log was cut off or replaced, and `data` is its beginning."""
 
     @property
     def is_last(self) -> bool:
@@ -35,60 +42,77 @@ class Chunk:
         return not self.data and self.state["state"] in _ENDED
 
 
-def look(session: HostSession, record: RunRecord, offset: int | None, lines: int = 0, wait_s: float = 0) -> Chunk:
-    """State and log from `offset`, or from the last `lines` lines where it is None; waits up to `wait_s` for news."""
+def look(session: HostSession, record: RunRecord, place: dict[str, Any] | None, lines: int = 0, wait_s: float = 0) -> Chunk:
+    """State and log from `place`, or from the last `lines` lines where it is None; waits up to `wait_s` for news."""
     request = {
         "root": session.host.root,
         "run": record.run,
         "launch_id": record.launch_id,
-        "offset": offset,
+        "place": place,
         "lines": lines,
         "wait_s": wait_s,
     }
-    answer = session.call("runs", "peek", request, timeout_s=wait_s + 30)
-    return Chunk(answer["state"], base64.b64decode(answer["data"]), answer["offset"], answer["log"])
+    answer = session.call("logs", "peek", request, timeout_s=wait_s + 30)
+    return Chunk(**answer | {"data": base64.b64decode(answer["data"])})
 
 
 def follow(
     session: HostSession,
     record: RunRecord,
     emit: Callable[[bytes], None],
-    lost: Callable[[DflashctlError], None],
-    offset: int | None = None,
+    note: Callable[[str], None],
+    place: dict[str, Any] | None = None,
     lines: int = 10,
 ) -> dict[str, Any]:
     """Emit the log as it grows; returns the state once the run has ended and everything it wrote was emitted.
 
-    Looking changes nothing, so a lost link is opened again and the log goes on where it stopped; `lost` is told of each loss.
-    Raises HostError when the host stays away for longer than RECONNECT_S.
+    Looking changes nothing, so a lost link is opened again and the log goes on where it stopped; `note` is told of that, and of
+    a log that begins again. `emit` also gets the nothing that a silent run wrote. Raises HostError when the host stays away for
+    longer than RECONNECT_S.
     """
     while True:
-        chunk = _look_again(session, record, offset, lines, lost)
+        chunk = _look_again(session, record, place, lines, note)
+        if chunk.restarted:
+            note(f"the log of {record.name} was cut off or replaced; it goes on from its start")
         if chunk.is_last:
             return chunk.state
         emit(chunk.data)
-        offset = chunk.offset
-        time.sleep(_PAUSE_S if chunk.data else 0)  # a chatty run is read in larger pieces
+        place = chunk.place
+        time.sleep(_PAUSE_S if chunk.data and not chunk.left else 0)  # a chatty run is read in larger pieces
 
 
 def _look_again(
-    session: HostSession, record: RunRecord, offset: int | None, lines: int, lost: Callable[[DflashctlError], None]
+    session: HostSession, record: RunRecord, place: dict[str, Any] | None, lines: int, note: Callable[[str], None]
 ) -> Chunk:
     deadline = None
     while True:
         try:
-            return look(session, record, offset, lines, _WAIT_S)
+            return look(session, record, place, lines, _WAIT_S)
         except ContainerStoppedError as error:
-            lost(error)
-            return Chunk(_without_host(record, "lost", error), b"", offset or 0, "")
+            note(str(error))
+            return Chunk(_without_host(record, "lost", error), b"", place, "", 0, restarted=False)
         except (HostError, RemoteTimeoutError) as error:
+            if place is None:  # a host that never answered is not a lost link
+                raise
             if deadline is None:
                 deadline = time.monotonic() + RECONNECT_S
-                lost(error)
-            if offset is None or time.monotonic() > deadline:  # a host that never answered is not a lost link
+                note(f"{error}; connecting again")
+            if time.monotonic() > deadline:
                 raise
             session.reconnect()
             time.sleep(_RETRY_S)
+
+
+def show(session: HostSession, record: RunRecord, emit: Callable[[bytes], None], lines: int) -> dict[str, Any]:
+    """Emit the last lines as the log has them now, what a living run adds meanwhile left out; returns the state."""
+    chunk = look(session, record, None, lines)
+    emit(chunk.data)
+    left = chunk.left
+    while left > 0 and chunk.data:
+        chunk = look(session, record, chunk.place)
+        emit(chunk.data[:left])
+        left -= len(chunk.data)
+    return {**chunk.state, "log": chunk.log}
 
 
 def status(session: HostSession, record: RunRecord) -> tuple[dict[str, Any], ExitCode]:
@@ -115,11 +139,20 @@ def remember(history: History, record: RunRecord, state: dict[str, Any]) -> None
         history.append(new)
 
 
-def refresh(session: HostSession, history: History) -> int:
-    """Take in every run that the host knows; returns their number."""
-    found = session.call("runs", "list", {"root": session.host.root})["runs"]
-    history.merge(session.host.name, found)
-    return len(found)
+def list_runs(session: HostSession) -> list[dict[str, Any]]:
+    """Every run that the host knows: {record, state}."""
+    found: list[dict[str, Any]] = session.call("runs", "list", {"root": session.host.root})["runs"]
+    return found
+
+
+def living(session: HostSession) -> list[dict[str, Any]]:
+    """The states of the runs that live on a host, each with who launched it."""
+    name = session.host.name
+    return [
+        {"host": name, "tag": run["record"]["tag"], "launched_by": run["record"].get("launched_by"), **run["state"]}
+        for run in list_runs(session)
+        if run["state"]["state"] not in _ENDED
+    ]
 
 
 def survey(session: HostSession) -> tuple[dict[str, Any], ExitCode]:

@@ -1,29 +1,22 @@
-"""Runs on the host: start one, say what became of it, read its log."""
+"""Runs on the host: start one, list them, find one by its launch."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import re
-import select
 import shutil
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from dflashctl.onhost import caches, leases, wrapper
 from dflashctl.onhost.entry import Fault, require_python
 from dflashctl.onhost.layout import Layout, RunFolder, point_link, write_text
+from dflashctl.onhost.logs import last_lines
 from dflashctl.onhost.processes import recorded_process
-from dflashctl.onhost.states import LIVING, state_of
+from dflashctl.onhost.states import state_of
 
 _PID_FILE_S = 15.0
-_LOG_BYTES = 1 << 20
-_LINE_END = re.compile(rb"\r?\n|\r")
-_LOOK_S = 0.1
 _FIND_S = 30.0
 _NEEDED = ("torch", "transformers", "safetensors", "numpy")
 _PACKAGE_CHECK = """
@@ -56,14 +49,13 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
         warning = _link_log(layout, folder, args["tag"])
         _await_pid(folder)
     report = _watch_start(folder, args["startup_s"])
-    lines, offset = _last_lines(folder.log, args["log_lines"])
+    lines = last_lines(folder.log, args["log_lines"])
     watched = round(time.monotonic() - started, 3)
     return {
         **report,
         "run_dir": str(folder.path),
         "log": str(folder.log),
         "lines": lines,
-        "offset": offset,
         "watched_s": watched,
         "warning": warning,
         "cleared_cache": cleared,
@@ -154,38 +146,6 @@ def _watch_start(folder: RunFolder, startup_s: float) -> dict[str, Any]:
     return state_of(folder)
 
 
-def peek(args: dict[str, Any]) -> dict[str, Any]:
-    """State of one run and what its log holds from `offset` on (None: from its last `lines` lines), 1 MiB at most.
-
-    Waits up to `wait_s` for something new or for the run's end, so that following a log costs a call only now and then.
-    Answers `state`, `record`, `data` (base64), `offset` (where to go on), `log`.
-    """
-    folder = Layout(args["root"]).find_run(args["run"], args["launch_id"])
-    offset = args["offset"]
-    if offset is None:
-        offset = _line_start(folder.log, args["lines"])
-    deadline = time.monotonic() + args["wait_s"]
-    while True:
-        state = state_of(folder)  # before the log: what a dead run wrote last is then surely read
-        size = folder.log.stat().st_size if folder.log.exists() else 0
-        offset = 0 if size < offset else offset  # truncated in place: begin again
-        if size > offset or state["state"] not in LIVING or time.monotonic() > deadline or _listener_left(_LOOK_S):
-            break
-    data = _read(folder.log, offset, _LOG_BYTES) if size > offset else b""
-    return {
-        "state": state,
-        "record": folder.record(),
-        "data": base64.b64encode(data).decode(),
-        "offset": offset + len(data),
-        "log": str(folder.log),
-    }
-
-
-def _listener_left(wait_s: float) -> bool:
-    """Waits; True as soon as standard input ends: whoever asked is gone, and nobody needs the answer."""
-    return bool(select.select([sys.stdin], [], [], wait_s)[0])
-
-
 def list_runs(args: dict[str, Any]) -> dict[str, Any]:
     """Every run under the root, with its record and state."""
     return {"runs": [_entry(folder) for folder in Layout(args["root"]).all_runs()]}
@@ -209,42 +169,4 @@ def _entry(folder: RunFolder) -> dict[str, Any]:
     return {"record": record, "state": state_of(folder), "run_dir": str(folder.path), "log": str(folder.log)}
 
 
-def _read(path: Path, offset: int, size: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return file.read(size)
-
-
-def _last_lines(path: Path, count: int) -> tuple[list[str], int]:
-    """The last `count` lines, 1 MiB at most, and the offset of what comes after them."""
-    start = _line_start(path, count)
-    data = _read(path, start, _LOG_BYTES) if path.exists() else b""
-    return data.decode(errors="replace").splitlines(), start + len(data)
-
-
-def _line_start(path: Path, count: int) -> int:
-    """Where the last `count` lines begin, looked for from the end; a carriage return ends a line too (progress bars).
-
-    A line of more than 1 MiB is cut, so that what `tail` shows is bounded by its lines.
-    """
-    if not path.exists():
-        return 0
-    size = path.stat().st_size
-    if count == 0:
-        return size
-    end = size
-    while end > 0:
-        start = max(0, end - _LOG_BYTES)
-        ends = [match.end() for match in _LINE_END.finditer(_read(path, start, end - start))]
-        if end == size and ends and ends[-1] == end - start:
-            ends.pop()  # what ends the last line begins no other
-        if count <= len(ends):
-            return start + ends[-count]
-        if not ends:
-            return start
-        count -= len(ends)
-        end = start
-    return 0
-
-
-VERBS = {"launch": launch, "peek": peek, "list": list_runs, "find": find}
+VERBS = {"launch": launch, "list": list_runs, "find": find}

@@ -12,10 +12,11 @@ TABLE = [
     ([], 2, "Usage: dflashctl"),
     (["-h"], 0, "Commands:"),
     (["nonsense"], 2, "No such command 'nonsense'"),
-    (["deploy", "local", "more"], 2, "unexpected extra argument"),
+    (["show", "quick", "more"], 2, "unexpected extra argument"),
+    (["deploy", "local", "--all"], 2, "do not go together"),
     (["launch"], 2, "Missing option '--tag'"),
     (["launch", "--tag", "quick", "--startup-seconds", "x"], 2, "valid number"),
-    (["stop"], 2, "Missing argument 'RUN'"),
+    (["stop"], 2, "stop needs a RUN"),
     (["tail", "-n", "-1"], 2, "greater than or equal to 0"),
     (["gpus", "--watch", "--json"], 2, "do not go together"),
     # configuration

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 from labkit.container import Options
@@ -30,6 +31,24 @@ def test_the_whole_loop(far, lab, ct) -> None:
     assert far("runs").stdout.startswith("quick-1\tct200\t")
     assert text_of(ct, "/workspace/my runs/train_quick.log") == "from inside\ndone\n"
     assert "nothing to do" in far("deploy").stdout
+
+
+def test_two_hosts_over_ssh_side_by_side(bench, lab, ct) -> None:
+    point(bench, lab)
+    hosts = bench.folder / "hosts.yaml"
+    hosts.write_text(f"{hosts.read_text()}  plain: {{ssh: pve, root: '{bench.folder}/far', python: '{sys.executable}'}}\n")
+    bench.trainer(SLEEPER)
+    assert bench("deploy", "--all").exit_code == 0
+    for host in ("ct200", "plain"):
+        assert launch(bench, "--host", host).exit_code == 0
+    ct.crash()
+    done = bench("status", "--all", "--json")
+    assert done.exit_code == 5
+    assert [row["error"] and row["error"]["code"] for row in done.document["hosts"]] == ["container", None]
+    done = bench("stop", "--all", "--yes")
+    assert done.exit_code == 5
+    assert done.stdout == "plain: quick-1 stopped\n"
+    assert "ct200: error: host ct200: container 200 is stopped" in done.stderr
 
 
 def test_deploy_and_launch_need_at_most_four_round_trips(far, lab, ct) -> None:

@@ -1,0 +1,139 @@
+"""What every command starts from: hosts, history, the renderer; and how a command reaches one host or several.
+
+A module of its own so that the command line is its commands. Nothing heavy is imported before it is needed.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dflashctl.errors import ExitCode, RunNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from dflashctl.experiment import Experiment
+    from dflashctl.hosts import Host, Hosts
+    from dflashctl.render import Renderer
+    from dflashctl.runs import History, RunRecord
+    from dflashctl.session import HostSession
+
+T = TypeVar("T")
+
+
+@dataclass
+class Context:
+    """What every command starts from."""
+
+    hosts: "Hosts"
+    history: "History"
+    out: "Renderer"
+
+    def host_name(self, flag: str | None, experiment: str | None = None) -> tuple[str, str]:
+        """The host's name and where it came from: flag, DFLASHCTL_HOST, experiment, default."""
+        variable = os.environ.get("DFLASHCTL_HOST")
+        named = ((flag, "--host"), (variable, "DFLASHCTL_HOST"), (experiment, "experiment"), (self.hosts.default, "default"))
+        return next((name, source) for name, source in named if name)
+
+    def host(self, flag: str | None, experiment: str | None = None) -> "tuple[Host, str]":
+        """The host itself; raises ConfigurationError where hosts.yaml does not have it."""
+        name, source = self.host_name(flag, experiment)
+        return self.hosts.get(name), source
+
+    @contextmanager
+    def session(self, host: "Host") -> "Iterator[HostSession]":
+        """A connection for the length of the command."""
+        from dflashctl.session import open_session
+
+        with open_session(host) as session:
+            yield session
+
+    def places(self, names: list[str] | None, every: bool) -> "list[Host]":
+        """The hosts that a command is for: those named, all of them, or the one that is meant where none is named."""
+        if names and every:
+            raise UsageError("--all and the names of hosts do not go together")
+        if every:
+            return list(self.hosts.hosts.values())
+        return [self.hosts.get(name) for name in dict.fromkeys(names or [])] or [self.host(None)[0]]
+
+    def on_each(
+        self,
+        places: "list[Host]",
+        verb: "Callable[[HostSession], T]",
+        show: "Callable[[Renderer, T], None]",
+        document: "Callable[[T], dict[str, Any]]",
+    ) -> int:
+        """Run a verb on several hosts at once and show each answer as it comes; returns the worst exit code.
+
+        With --json it is one document, in the order in which the hosts were named: {"hosts": [{host, error, ...}]}.
+        """
+        from dflashctl.fanout import side_by_side
+
+        rows: dict[str, dict[str, Any]] = {}
+        worst = int(ExitCode.OK)
+        for outcome in side_by_side(places, verb):
+            name, error = outcome.host.name, outcome.error
+            rows[name] = {"host": name, "error": error and error.document()}
+            if error:
+                worst = max(worst, error.exit_code)
+                rows[name] |= error.details
+                self.out.failed_host(name, error)
+                continue
+            rows[name] |= document(outcome.value)  # type: ignore[arg-type]  # there is no error
+            if not self.out.as_json:
+                show(self.out.prefixed(name), outcome.value)  # type: ignore[arg-type]
+        if self.out.as_json:
+            self.out.document({"hosts": [rows[place.name] for place in places]})
+        return worst
+
+    def find(self, run: str | None) -> "tuple[Host, RunRecord]":
+        """A run and its host; HOST:RUN also finds what this machine has never seen."""
+        from dflashctl import watch
+
+        try:
+            record = self.history.find(run)
+        except RunNotFoundError:
+            host = (run or "").partition(":")[0]
+            if ":" not in (run or "") or host not in self.hosts.hosts:
+                raise
+            with self.session(self.hosts.hosts[host]) as session:
+                self.history.merge(host, watch.list_runs(session))
+            record = self.history.find(run)
+        self.warn_of_torn_lines()
+        return self.hosts.get(record.host), record
+
+    def warn_of_torn_lines(self) -> None:
+        """Say what of the history could not be read."""
+        if self.history.torn_lines:
+            self.out.note(f"warning: {self.history.torn_lines} unreadable line(s) in the history were passed over")
+
+    def load(self, tag: str, file: Path | None, sets: list[str] | None) -> "Experiment":
+        """The experiment in `file`, else in the nearest folder `experiments`, here or above."""
+        from dflashctl.experiment import check_tag, load_experiment
+
+        here = Path.cwd()
+        beside = self.hosts.path.parent if self.hosts.path else here
+        nearest = next((f for p in (here, *here.parents) if (f := p / "experiments").is_dir()), beside / "experiments")
+        return load_experiment(check_tag(tag), file or nearest, sets or [])
+
+    def experiment(self, tag: str, file: Path | None, sets: list[str] | None, flag: str | None) -> "tuple[Experiment, Host]":
+        """An experiment and the host that it goes to, which is said first."""
+        loaded = self.load(tag, file, sets)
+        place, source = self.host(flag, loaded.host)
+        self.out.note(f"host {place.name} ({source})")
+        return loaded, place
+
+
+def make_context(as_json: bool) -> Context:
+    """Hosts, history and renderer of this command; raises ConfigurationError."""
+    from dflashctl.hosts import load_hosts
+    from dflashctl.render import Renderer
+    from dflashctl.runs import History, state_directory
+
+    out = Renderer(as_json)
+    hosts = load_hosts(os.environ, Path.cwd())
+    if hosts.path is None:
+        out.note(f"no hosts.yaml here or above: using the built-in host 'local', root {hosts.get('local').root}")
+    places = {name: host.place for name, host in hosts.hosts.items()}
+    return Context(hosts, History(state_directory(os.environ), places), out)
