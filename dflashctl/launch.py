@@ -25,7 +25,7 @@ from dflashctl.errors import (
     StopIncompleteError,
 )
 from dflashctl.experiment import Experiment
-from dflashctl.gpus import Gpu, GpuReport
+from dflashctl.gpus import Gpu, GpuReport, judge
 from dflashctl.runs import History, RunRecord, record_of
 from dflashctl.session import HostSession
 from dflashctl.watch import RECONNECT_S, list_runs, look, query_gpus, status
@@ -35,6 +35,7 @@ _LOG_LINES = 20
 _LAUNCH_MARGIN_S = 60.0
 _FIND_S = 45.0
 WAIT_S = 5.0
+FREED_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,7 @@ class Launched:
     run_dir: str
     state: str
     exit_code: int | None
+    oom_kills: int | None
     gpus: tuple[Gpu, ...]
     release: str
     warning: str | None
@@ -86,6 +88,7 @@ class Launched:
             "run_dir",
             "state",
             "exit_code",
+            "oom_kills",
             "release",
             "warning",
             "cleared_cache",
@@ -288,6 +291,7 @@ def _launched(record: RunRecord, chosen: tuple[Gpu, ...], answer: dict[str, Any]
                 "run_dir",
                 "state",
                 "exit_code",
+                "oom_kills",
                 "warning",
                 "cleared_cache",
                 "watched_s",
@@ -301,7 +305,7 @@ def _launched(record: RunRecord, chosen: tuple[Gpu, ...], answer: dict[str, Any]
 def _death(launched: Launched) -> StartupDeath:
     how = f"exit code {launched.exit_code}" if launched.exit_code is not None else "no exit code"
     if launched.exit_code is not None and launched.state == "killed":
-        how = f"signal {launched.exit_code - 128}"
+        how = f"signal {launched.exit_code - 128}" + (", out of memory, the kernel says" if launched.oom_kills else "")
     text = "\n".join(launched.lines) or "(the log is empty)"
     return StartupDeath(
         f"{launched.run} died within {launched.watched_s:.0f} s of its start ({launched.state}, {how}); its log ends:\n{text}",
@@ -324,7 +328,10 @@ def verdict(session: HostSession, record: RunRecord) -> dict[str, Any]:
 
 
 def stop(session: HostSession, record: RunRecord, history: History, grace_s: float) -> dict[str, Any]:
-    """TERM, grace, KILL over the whole tree; raises StopIncompleteError naming what survived."""
+    """TERM, grace, KILL over the whole tree, then a look whether its GPUs are free; raises StopIncompleteError.
+
+    `memory` in the answer is what the look came to, where it came to nothing: a sentence, or None.
+    """
     request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id, "by": _who(), "grace_s": grace_s}
     try:
         answer: dict[str, Any] = session.call("stop", "stop", request, timeout_s=grace_s + _STOP_MARGIN_S)
@@ -343,7 +350,42 @@ def stop(session: HostSession, record: RunRecord, history: History, grace_s: flo
         raise StopIncompleteError(f"{record.name} is still {state['state']}", hint="try again in a moment")
     if state["state"] != record.state:
         history.append(replace(record, state=state["state"], exit_code=state["exit_code"]))
-    return {"host": record.host, "tag": record.tag, "already": answer["already"], **state}
+    memory = None if answer["already"] else _await_freed(session, record, answer["gpus"])
+    return {"host": record.host, "tag": record.tag, "already": answer["already"], "memory": memory, **state}
+
+
+def _await_freed(session: HostSession, record: RunRecord, gpus: Sequence[Mapping[str, Any]]) -> str | None:
+    """Wait until the GPUs of a stopped run hold nothing; raises StopIncompleteError when they go on holding it.
+
+    A driver gives memory back some time after the last process is gone, and never where one is stuck in it. What is held by
+    others is not looked at: by a run with a lease, or by a process that is known and not of this run.
+    """
+    deadline = time.monotonic() + FREED_S
+    uuids = {gpu.get("uuid") for gpu in gpus}
+    while uuids:
+        try:
+            found = query_gpus(session)
+        except DflashctlError as error:
+            return f"whether its GPUs are free is not known: {error}"
+        if found.error:
+            return f"whether its GPUs are free is not known: {found.error}"
+        held = [gpu for gpu in found.gpus if gpu.uuid in uuids and _still_holds(gpu, record, session.host.idle.max_memory_mib)]
+        if not held:
+            break
+        if time.monotonic() > deadline:
+            each = "; ".join(f"GPU {gpu.index}: {judge(gpu, session.host.idle).reason}" for gpu in held)
+            raise StopIncompleteError(
+                f"{record.name} has ended, but its GPU memory is not given back: {each}",
+                hint="a process that is stuck in the driver holds it: the host may need a reset",
+                details={"run": record.run, "host": record.host, "survivors": [], "gpus": [gpu.index for gpu in held]},
+            )
+        time.sleep(1)
+    return None
+
+
+def _still_holds(gpu: Gpu, record: RunRecord, limit_mib: int) -> bool:
+    strangers = bool(gpu.processes) and all(process.command and process.run != record.run for process in gpu.processes)
+    return (gpu.memory_used_mib or 0) > limit_mib and not gpu.leases and not strangers
 
 
 def stop_each(session: HostSession, records: Sequence[RunRecord], history: History, grace_s: float) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -274,13 +275,14 @@ def living(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
 
 def stopped(state: dict[str, Any]) -> str:
     """What became of a run that was to be stopped."""
-    return f"{state['host']}:{state['run']} {'had already ended: ' if state['already'] else ''}{describe(state)}"
+    memory = f"; {state['memory']}" if state.get("memory") else ""
+    return f"{state['host']}:{state['run']} {'had already ended: ' if state['already'] else ''}{describe(state)}{memory}"
 
 
 def stopped_each(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
     """The runs of one host that were stopped."""
     for state in states:
-        out.line(f"{state['run']} {describe(state)}")
+        out.line(f"{state['run']} {describe(state)}" + (f"; {state['memory']}" if state.get("memory") else ""))
     if not states:
         out.line("no run of yours is living")
 
@@ -334,7 +336,8 @@ def describe(state: dict[str, Any]) -> str:
     if state["state"] == "exited":
         return f"exited {state['exit_code']}"
     if state["state"] == "killed" and state["signal"] is not None:
-        return f"killed by signal {state['signal']}"
+        memory = ": out of memory, the kernel says" if state["signal"] == signal.SIGKILL and state.get("oom_kills") else ""
+        return f"killed by signal {state['signal']}{memory}"
     if state["state"] == "lost":
         return "lost: its process is gone and left no exit code (killed hard, out of memory, or the host restarted)"
     return str(state["state"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflashctl.onhost.layout import RunFolder
 from dflashctl.onhost.processes import recorded_process
@@ -21,22 +22,70 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
     """State, exit code, signal, pid, times and last event of one run; what is not known is None."""
     alive = recorded_process(folder.pid)
     code = _exit_code(folder.exit_code)  # read after the process was looked for: it is written before the process goes
-    started, ended = _mtime(folder.pid), _mtime(folder.exit_code) if code is not None else None
+    begun, over = _stamps(folder.times)
+    claimed = _mtime(folder.pid)
+    state = _state(folder, alive is not None, code, claimed)
+    started = begun.clock if begun else claimed
+    ended = None if code is None else over.clock if over else _mtime(folder.exit_code)
     event = last_event(folder.events)
     return {
         "run": folder.run,
-        "state": _state(folder, alive is not None, code, started),
+        "state": state,
         "exit_code": code,
         "signal": _signal(code),
+        "oom_kills": _oom_kills(begun, over),
         "pid": _pid(folder.pid),
         "started_at": _utc(started),
         "ended_at": _utc(ended),
-        "duration_s": _age(started, ended),
+        "duration_s": _duration(begun, over, state) if begun else _age(started, ended),
         "step": last_event(folder.events, "step").get("step"),
         "last_event": event.get("event"),
         "last_event_age_s": _age(_mtime(folder.events), None) if event else None,
         "error": event.get("error") if event.get("event") == "failed" else None,
     }
+
+
+class Stamp(NamedTuple):
+    """What the wrapper wrote down when the trainer started, or ended."""
+
+    clock: float
+    """Seconds since 1970, which somebody may set while the run goes on."""
+    uptime: float
+    """Seconds since the container started, which nobody sets: durations are taken from it."""
+    oom_kills: int | None
+    """Processes that the kernel had killed for memory in the run's cgroup; None where it does not say."""
+
+
+def _stamps(path: Path) -> tuple[Stamp | None, Stamp | None]:
+    """Of the start and of the end; None where there is none, or none that can be read (a full disk)."""
+    found: dict[str, Stamp] = {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError):
+        lines = []
+    for line in lines:
+        with contextlib.suppress(ValueError, IndexError):
+            word, *numbers = line.split()
+            found[word] = Stamp(float(numbers[0]), float(numbers[1]), int(numbers[2]) if numbers[2:] else None)
+    return found.get("started"), found.get("ended")
+
+
+def _oom_kills(begun: Stamp | None, over: Stamp | None) -> int | None:
+    """Kills for memory while it ran; None where they are not known."""
+    if begun is None or over is None or begun.oom_kills is None or over.oom_kills is None:
+        return None
+    return over.oom_kills - begun.oom_kills
+
+
+def _duration(begun: Stamp, over: Stamp | None, state: str) -> float | None:
+    """How long it ran, or has run so far; of a run that is lost nobody knows."""
+    if over is None and state not in LIVING:
+        return None
+    try:
+        until = over.uptime if over else float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError):
+        return None
+    return round(max(0.0, until - begun.uptime), 3)
 
 
 def _state(folder: RunFolder, alive: bool, code: int | None, started: float | None) -> str:

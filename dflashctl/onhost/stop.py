@@ -17,7 +17,7 @@ _KILL_S = 5.0
 
 
 def stop(args: dict[str, Any]) -> dict[str, Any]:
-    """Stop `run`; answers `already` (it had ended), `survivors` [{pid, name, state}] and its state."""
+    """Stop `run`; answers `already` (it had ended), `survivors` [{pid, name, state}], state and GPUs."""
     folder = Layout(args["root"]).find_run(args["run"], args["launch_id"])
     already = state_of(folder)["state"] not in LIVING
     if not already:
@@ -35,7 +35,8 @@ def stop(args: dict[str, Any]) -> dict[str, Any]:
             "stop_incomplete", f"{folder.run}: run.json and run.sh cannot be read, so its children cannot be told apart"
         )
     survivors = [{"pid": p.pid, "name": p.name, "state": p.state} for p in tree.living()]
-    return {"already": already, "survivors": survivors, "state": state_of(folder)}
+    gpus = folder.record().get("gpus", [])
+    return {"already": already, "survivors": survivors, "state": state_of(folder), "gpus": gpus}
 
 
 class _Tree:

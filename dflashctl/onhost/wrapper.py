@@ -61,6 +61,14 @@ cd {folder} || exit 1
 start_time() {{ sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }}
 init_now=$(start_time 1)
 init_now=${{init_now:-{unknown}}}
+# processes that the kernel killed for memory in this cgroup: memory.events of v2, memory.oom_control of v1
+oom_kills() {{
+    v2=$(sed -n 's/^0:://p' /proc/self/cgroup)
+    v1=$(grep -E '^[0-9]+:([a-z_,]*,)?memory(,[a-z_,]*)?:' /proc/self/cgroup | cut -d: -f3)
+    cat "/sys/fs/cgroup$v2/memory.events" "/sys/fs/cgroup/memory$v1/memory.oom_control" 2>/dev/null |
+        sed -n 's/^oom_kill //p' | head -n 1
+}}
+stamp() {{ echo "$1 $(date +%s) $(cut -d' ' -f1 /proc/uptime) $(oom_kills)" >>times; }}
 case "${{1-}}" in
 '')
     if [ -r pid ] && [ ! -e exit_code ]; then
@@ -77,7 +85,7 @@ case "${{1-}}" in
     ;;
 leased)
     mkdir starting || exit 1
-    rm -f pid exit_code stopped
+    rm -f pid exit_code stopped times
 {notes}
     setsid /bin/sh ./run.sh detached </dev/null >/dev/null 2>&1 &
     exit 0
@@ -91,6 +99,7 @@ echo "$$ $(start_time $$) $init_now" >pid.tmp && mv pid.tmp pid
 ready=$?
 rmdir starting 2>/dev/null
 [ "$ready" = 0 ] && [ ! -e stopped ] || exit 1
+stamp started
 (
     unset LC_ALL
 {exports}
@@ -98,6 +107,7 @@ rmdir starting 2>/dev/null
 )
 code=$?
 {clean}rm -f room
+stamp ended
 echo "$code" >exit_code.tmp && mv exit_code.tmp exit_code
 exit "$code"
 """

@@ -470,3 +470,27 @@ def test_outputs_that_cannot_be_written_are_no_traceback(bench) -> None:
         assert "Traceback" not in done.stderr
     bench.env["PYTHONIOENCODING"] = "ascii"
     assert bench("tail", "--no-follow").stdout == "gr\u00fcn\n"
+
+
+def test_durations_come_from_a_clock_that_nobody_sets(bench) -> None:
+    bench.trainer("import time; time.sleep(1)")
+    assert bench("launch", "--tag", "quick", "--startup-seconds", "30").exit_code == 0
+    times = bench.run_folder("quick-1") / "times"
+    began, ended = (line.split() for line in times.read_text().splitlines())
+    assert (began[0], ended[0]) == ("started", "ended")
+    ended[1] = str(int(began[1]) - 3600)  # somebody set the clock back an hour meanwhile
+    times.write_text(" ".join(began) + "\n" + " ".join(ended) + "\n")
+    state = bench("status", "--json").document
+    assert 1 <= state["duration_s"] < 30
+    assert state["ended_at"] < state["started_at"]
+    times.write_text("started not-a-number\n")
+    assert bench("status", "--json").document["duration_s"] >= 0
+
+
+def test_how_long_a_lost_run_ran_is_not_known(bench) -> None:
+    bench.trainer("import time; time.sleep(600)")
+    assert bench("launch", "--tag", "quick", "--startup-seconds", "0.5").exit_code == 0
+    for pid in [*bench.marked("quick-1"), int((bench.run_folder("quick-1") / "pid").read_text().split()[0])]:
+        os.kill(pid, signal.SIGKILL)
+    bench.until(lambda: bench("status", "--json").document["state"] == "lost")
+    assert bench("status", "--json").document["duration_s"] is None

@@ -124,6 +124,39 @@ def test_ctrl_c_while_waiting_starts_nothing(cuda) -> None:
     assert not (cuda.root / "runs").exists()
 
 
+def holding(bench, mib: int) -> None:
+    """What GPU 0's memory reads from now on."""
+    (bench.folder / "memory").write_text(str(mib))
+
+
+def test_memory_that_is_not_given_back_is_no_success(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    holding(cuda, 1133)
+    done = cuda("stop", "cuda-1", "--json")
+    assert done.exit_code == 11
+    assert "GPU 0: 1133 MiB" in done.document["error"]["message"]
+    assert "reset" in done.document["error"]["hint"]
+    assert cuda("status", "cuda-1", "--json").document["state"] == "stopped"
+
+
+def test_memory_that_is_given_back_late_is_waited_for(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    holding(cuda, 1133)
+    stopping = cuda.start("stop", "cuda-1")
+    cuda.until(lambda: cuda("status", "cuda-1", "--json").document["state"] == "stopped")
+    holding(cuda, 0)
+    stopping.communicate(timeout=60)
+    assert stopping.returncode == 0
+
+
+def test_a_look_that_fails_after_a_stop_is_said(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    cuda.nvidia_smi("echo 'Failed to initialize NVML: Unknown Error'; exit 255")
+    done = cuda("stop", "cuda-1")
+    assert done.exit_code == 0
+    assert "whether its GPUs are free is not known" in done.stdout
+
+
 def test_force_says_what_it_overrides(cuda) -> None:
     (cuda.folder / "memory").write_text("9000")
     done = cuda(*GO, "--gpus", "0", "--force")

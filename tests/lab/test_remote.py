@@ -335,7 +335,7 @@ def test_a_full_disk_leaves_the_old_release_active(bench, lab) -> None:
     assert ct.run(["readlink", "/workspace/my runs/current"]).stdout.decode().strip() == f"releases/{good}"
 
 
-def test_an_out_of_memory_kill_is_a_signal(bench, lab) -> None:
+def test_an_out_of_memory_kill_is_told_from_any_other(bench, lab) -> None:
     ct = lab.container_with_python(200, Options(memory_mib=200))
     point(bench, lab)
     bench.trainer("print('eating', flush=True)\nx = bytearray(600_000_000)")
@@ -344,6 +344,14 @@ def test_an_out_of_memory_kill_is_a_signal(bench, lab) -> None:
     assert ct.oom_kills() >= 1
     state = bench("status", "quick-1", "--json").document
     assert (state["state"], state["signal"], state["exit_code"]) == ("killed", 9, 137)
+    assert state["oom_kills"] >= 1
+    assert "out of memory" in done.stderr + done.document["error"]["message"]
+    assert "out of memory" in bench("status", "quick-1").stdout
+    bench.trainer("import os; os.kill(os.getpid(), 9)")
+    assert launch(bench, seconds="30").exit_code == 9
+    killed = bench("status", "quick-2")
+    assert "killed by signal 9" in killed.stdout
+    assert "out of memory" not in killed.stdout  # 137 alone says nothing about memory
 
 
 @pytest.mark.parametrize(("python", "text"), [("/usr/bin/nopython", "no interpreter"), ("/bin/false", "/bin/false failed")])
