@@ -43,6 +43,9 @@ HostNames = Annotated[list[str] | None, typer.Argument(metavar="[HOST...]", help
 HostOptions = Annotated[list[str] | None, typer.Option("--host", "-H", metavar="HOST", help="A host; may be repeated.")]
 HostName = Annotated[str | None, typer.Option("--host", "-H", metavar="HOST", help="A host of hosts.yaml.")]
 Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run id, unique prefix, or HOST:RUN; none: the newest.")]
+EnvFile = Annotated[
+    Path | None, typer.Option("--env-file", metavar="FILE", help="NAME=VALUE lines for the run; values are never shown.")
+]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a trainer value.")]
 _WATCH_S = 2.0
 
@@ -81,6 +84,7 @@ def launch(
     host: HostName = None,
     gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPUs by nvidia-smi's index.")] = None,
     sets: Sets = None,
+    env_file: EnvFile = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show the log until the run ends.")] = False,
     no_deploy: Annotated[bool, typer.Option("--no-deploy", help="Run the host's active release as it is.")] = False,
     warm_cache: Annotated[bool, typer.Option("--warm-cache", help="Share a compile cache with runs alike.")] = False,
@@ -99,6 +103,7 @@ def launch(
     """
     from dflashctl import launch as verbs
     from dflashctl import placement, render, watch
+    from dflashctl.hosts import read_env_file
 
     ctx = make_context(as_json)
     loaded, place = ctx.experiment(tag, experiment, sets, host)
@@ -107,6 +112,7 @@ def launch(
         no_deploy=no_deploy,
         warm_cache=warm_cache,
         clear_cache=clear_cache,
+        secrets=read_env_file(env_file) if env_file else {},
         startup_seconds=startup_seconds,
         wait_gpu_s=wait_gpu,
         force=force,
@@ -134,6 +140,7 @@ def smoke(
     host: HostName = None,
     gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPUs by nvidia-smi's index.")] = None,
     sets: Sets = None,
+    env_file: EnvFile = None,
     as_json: Json = False,
 ) -> None:
     """Try a few steps of experiment TAG at its real size on its real devices: go (0) or no-go (1), and why.
@@ -142,12 +149,15 @@ def smoke(
     """
     from dflashctl import launch as verbs
     from dflashctl import placement, render
+    from dflashctl.hosts import read_env_file
 
     ctx = make_context(as_json)
     loaded, place = ctx.experiment(tag, experiment, sets, host)
-    chosen = placement.parse_gpus(gpus) if gpus is not None else None
+    options = verbs.Options(
+        gpus=placement.parse_gpus(gpus) if gpus is not None else None, secrets=read_env_file(env_file) if env_file else {}
+    )
     with ctx.session(place) as session:
-        run, found = _smoke(ctx, session, loaded, verbs.Options(gpus=chosen))
+        run, found = _smoke(ctx, session, loaded, options)
     if as_json:
         ctx.out.document({"run": run, "host": place.name, **found})
     else:

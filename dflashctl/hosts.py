@@ -210,6 +210,28 @@ def _env(where: str, value: object) -> dict[str, str]:
     return env
 
 
+def read_env_file(path: Path) -> dict[str, str]:
+    """`NAME=VALUE` a line, quotes around a value left out; empty lines and those after `#` are passed over.
+
+    Raises ConfigurationError, which names the line and never what stands in it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--env-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    found = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
+        if not equals or not _ENV_NAME.fullmatch(name) or "\0" in value:
+            raise ConfigurationError(f"{path}:{number} must be NAME=VALUE")
+        if name in _OURS:
+            raise ConfigurationError(f"{path}:{number}: {name} is set by launch from the GPUs it chose; use 'gpus' instead")
+        found[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+    return found
+
+
 def _idle(where: str, value: object) -> Idle:
     limits = {"max_memory_mib": None, "max_utilization_percent": 100}
     given = strict_yaml.mapping(where, value, limits)

@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflashctl import placement
@@ -48,6 +48,8 @@ class Options:
     no_deploy: bool = False
     warm_cache: bool = False
     clear_cache: bool = False
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Environment whose values are nowhere shown or written down, but on the host for the run itself."""
     startup_seconds: float = 5.0
     wait_gpu_s: float = 0.0
     """How long to wait for busy GPUs; infinity is as long as it takes."""
@@ -254,6 +256,7 @@ def _request(
         "python": host.python,
         "module": "trainer.smoke" if options.smoke else "trainer",
         "env": {**host.env, **placement.visible_devices(chosen)},
+        "secrets": dict(options.secrets),
         "config": config,
         "cache": "warm" if options.warm_cache else "own",
         "gpu_model": chosen[0].name if chosen and chosen[0].name else "cpu",

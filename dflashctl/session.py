@@ -25,7 +25,10 @@ _MARGIN_S = 10.0
 _OPENING = b"dflashctl-ready\n"
 _READ_SCRIPT = 'echo dflashctl-ready; IFS= read -r n && eval "$(head -c "$n")"'
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_PROGRAMS = ("entry", "layout", "processes", "states", "logs", "caches", "leases", "wrapper", "releases", "runs", "stop")
+_PROGRAMS = (
+    *("entry", "layout", "secrets", "processes", "states", "logs", "caches", "leases", "wrapper"),
+    *("releases", "runs", "stop"),
+)
 # Modules are made under their own names before they run, so that they import each other where nothing is installed.
 _LOADER = (
     "import json,sys,types\n"

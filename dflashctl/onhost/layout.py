@@ -2,7 +2,7 @@
 
 root/current -> releases/<digest>     root/train_<tag>.log -> runs/<tag>-<n>/train.log
 root/releases/<digest>/trainer/...    root/caches/<key>/{inductor,triton}   (--warm-cache)
-root/runs/<tag>-<n>/{run.json,config.json,run.sh,train.log,events.jsonl,pid,times,exit_code,stopped,cache/}
+root/runs/<tag>-<n>/{run.json,config.json,run.sh,secrets.sh,train.log,events.jsonl,pid,times,exit_code,stopped,cache/}
 root/leases/<gpu uuid>                locked by the run that uses the GPU (leases.py)
 root/withdrawn/<launch id>            a launch that was given up before it had claimed a run, and must not claim one later
 """
@@ -131,6 +131,7 @@ class RunFolder:
         self.exit_code = path / "exit_code"
         self.stopped = path / "stopped"
         self.times = path / "times"
+        self.secrets = path / "secrets.sh"
         self.cache = path / "cache"
 
     def record(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dflashctl.onhost import secrets
 from dflashctl.onhost.layout import Layout, RunFolder
 from dflashctl.onhost.states import LIVING, state_of
 
@@ -45,10 +46,12 @@ def peek(args: dict[str, Any]) -> dict[str, Any]:
         if _size(path) > offset or state["state"] not in LIVING or time.monotonic() > deadline or _listener_left(_LOOK_S):
             break
     data = _read(path, offset, BLOCK_BYTES)
+    if state["state"] in LIVING or _size(path) > offset + len(data):
+        data = secrets.whole_lines(folder, data)
     end = offset + len(data)
     return {
         "state": state,
-        "data": base64.b64encode(data).decode(),
+        "data": base64.b64encode(secrets.mask(folder, data)).decode(),
         "place": {"offset": end, "seen": _seen(path, end)},
         "left": max(0, _size(path) - end),
         "log": str(path),
@@ -61,9 +64,10 @@ def _listener_left(wait_s: float) -> bool:
     return bool(select.select([sys.stdin], [], [], wait_s)[0])
 
 
-def last_lines(path: Path, count: int) -> list[str]:
+def last_lines(folder: RunFolder, count: int) -> list[str]:
     """The last `count` lines for a message: 1 MiB at most, of each line its last 2000 characters."""
-    lines = _LINE_END.split(_read(path, line_start(path, count), BLOCK_BYTES))
+    data = _read(folder.log, line_start(folder.log, count), BLOCK_BYTES)
+    lines = _LINE_END.split(secrets.mask(folder, data))
     texts = [line.decode(errors="replace") for line in lines[: -1 if lines[-1] == b"" else None]]
     return [text if len(text) <= _LINE_CHARS else f"...{text[-_LINE_CHARS:]}" for text in texts]
 

@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import Any
 
-from dflashctl.onhost import caches, leases, wrapper
+from dflashctl.onhost import caches, leases, secrets, wrapper
 from dflashctl.onhost.entry import Fault, require_python
 from dflashctl.onhost.layout import Layout, RunFolder, point_link, write_text
 from dflashctl.onhost.logs import last_lines
@@ -31,8 +31,8 @@ print(json.dumps({"missing": missing, "torch": torch}))
 def launch(args: dict[str, Any]) -> dict[str, Any]:
     """Claim a run folder, write what the run is, start it detached, and watch its start-up window.
 
-    `args`: root, tag, launch_id, release, python, module, env, config, record, cache ("own" or "warm"), gpu_model, clear_cache,
-    startup_s, log_lines, force, minimum_python.
+    `args`: root, tag, launch_id, release, python, module, env, secrets, config, record, cache ("own" or "warm"), gpu_model,
+    clear_cache, startup_s, log_lines, force, minimum_python.
     """
     require_python(args["minimum_python"])
     layout = Layout(args["root"])
@@ -49,7 +49,7 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
         warning = _link_log(layout, folder, args["tag"])
         _await_pid(folder)
     report = _watch_start(folder, args["startup_s"])
-    lines = last_lines(folder.log, args["log_lines"])
+    lines = last_lines(folder, args["log_lines"])
     watched = round(time.monotonic() - started, 3)
     return {
         **report,
@@ -105,11 +105,14 @@ def _prepare(layout: Layout, args: dict[str, Any], torch: str, overridden: set[s
         "run": folder.run,
         "tag": args["tag"],
         "launch_id": args["launch_id"],
+        "env_file": sorted(args["secrets"]),
         "release": args["release"],
         "torch": torch,
         "cache": str(cache),
         "launched_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+    if args["secrets"]:
+        secrets.write(folder, args["secrets"])
     write_text(folder.config, json.dumps(args["config"], indent=1) + "\n")
     taking = [gpu for gpu in args["record"]["gpus"] if gpu["uuid"] not in overridden]
     paths = [leases.path(layout, gpu) for gpu in taking]

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dflashctl.onhost import secrets
 from dflashctl.onhost.layout import RunFolder
 from dflashctl.onhost.processes import recorded_process
 
@@ -41,7 +42,7 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
         "step": last_event(folder.events, "step").get("step"),
         "last_event": event.get("event"),
         "last_event_age_s": _age(_mtime(folder.events), None) if event else None,
-        "error": event.get("error") if event.get("event") == "failed" else None,
+        "error": secrets.mask(folder, str(event.get("error")).encode()).decode() if event.get("event") == "failed" else None,
     }
 
 

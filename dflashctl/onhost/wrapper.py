@@ -103,6 +103,7 @@ stamp started
 (
     unset LC_ALL
 {exports}
+    [ ! -e secrets.sh ] || . ./secrets.sh
     exec {python} -m {module} "$PWD/config.json"
 )
 code=$?
