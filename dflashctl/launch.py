@@ -129,7 +129,10 @@ def launch(
         chosen, answer = _start(session, experiment, options, record, report)
     except (KeyboardInterrupt, HostError, RemoteTimeoutError) as error:
         chosen, answer = _adopt(session, record, history, error)
-    history.append(replace(record, run=answer["run"], state=answer["state"], exit_code=answer["exit_code"]))
+    try:
+        history.append(replace(record, run=answer["run"], state=answer["state"], exit_code=answer["exit_code"]))
+    except EnvironmentFault as error:  # the run goes on; to fail now would hide its name
+        answer["warning"] = "; ".join(filter(None, [answer["warning"], str(error)]))
     launched = _launched(record, chosen, answer)
     died = answer["state"] not in ("running", "starting") and answer["exit_code"] != 0
     if died and not options.smoke:  # whose verdict is in its log

@@ -46,6 +46,10 @@ class Remote(Protocol):
         ...
 
 
+MOST_BYTES = 64 << 20
+"""No answer of ours comes near it; a host that sends more is stopped before it fills this machine's memory."""
+
+
 class LocalRemote:
     """This machine. A command gets its own session, so Ctrl-C reaches the command line alone and it decides what ends."""
 

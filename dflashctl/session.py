@@ -128,7 +128,9 @@ class HostSession:
             )
         try:
             answer = json.loads(done.stdout.splitlines()[-1])
-        except (ValueError, IndexError):
+            if not answer.keys() & {"fault", "result"}:
+                raise ValueError
+        except (ValueError, IndexError, AttributeError, RecursionError):
             said = done.stderr.decode(errors="replace").strip().splitlines()
             text = said[-1] if said else f"exit code {done.exit_code}, nothing was said"
             raise EnvironmentFault(f"host {self.host.name}: {self.host.python} failed: {text}") from None

@@ -25,13 +25,14 @@ from fabric import Config, Connection
 from paramiko.hostkeys import HostKeyEntry, HostKeys, InvalidHostKey
 
 from dflashctl.errors import HostError, RemoteTimeoutError
-from dflashctl.remote import Completed
+from dflashctl.remote import MOST_BYTES, Completed
 
 CONNECT_S = 20.0
 OPENING_S = 15.0
 _SILENCE_S = 5.0
 _DEAD_S = 15.0
 _CHUNK = 1 << 16
+_STDERR_KEPT = 1 << 20
 # paramiko's thread logs a traceback for what it also raises; the sentence made of that is enough
 logging.getLogger("paramiko").setLevel(logging.CRITICAL + 1)
 
@@ -303,6 +304,8 @@ class _Talk:
                 raise RemoteTimeoutError(f"host {name}: its shell did not come up within {OPENING_S:.0f} s")
             if waited > timeout_s:
                 raise RemoteTimeoutError(f"host {name} did not answer within {timeout_s:.0f} s")
+            if len(self._stdout) > MOST_BYTES:
+                raise HostError(f"host {name} sent more than {MOST_BYTES >> 20} MiB, which is no answer")
             if pulse.is_lost():
                 self._transport.close()
                 raise HostError(f"host {name} stopped answering: nothing for {_DEAD_S:.0f} s, not even to a keepalive")
@@ -335,6 +338,7 @@ class _Talk:
         with contextlib.suppress(OSError, EOFError):
             while data := self._channel.recv_stderr(_CHUNK):
                 self._stderr += data
+                del self._stderr[:-_STDERR_KEPT]
 
 
 class _Pulse:

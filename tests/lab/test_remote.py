@@ -362,6 +362,13 @@ def test_a_wrong_interpreter(bench, lab, ct, python: str, text: str) -> None:
     assert text in done.stderr
 
 
+def test_a_host_that_never_stops_talking_is_given_up(far, lab, ct) -> None:
+    ct.write("/workspace/python", "#!/bin/sh\nexec yes noise\n", mode=0o755)
+    point(far, lab, python="/workspace/python")
+    done = far("deploy")
+    assert (done.exit_code, "sent more than 64 MiB" in done.stderr) == (4, True)
+
+
 def test_megabytes_on_both_streams(far, lab, ct) -> None:
     far.trainer("import sys\nsys.stderr.write('e' * 6_000_000)\nsys.stdout.write('o' * 6_000_000 + '\\n')")
     assert launch(far, "--follow", seconds="0").document["exit_code"] == 0
