@@ -4,11 +4,12 @@ Its root file system is a few folders; /usr is the machine's own below a writabl
 there and a test may add or hide some. /workspace is a directory of its own on disk. All of it lies inside the node.
 """
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +152,28 @@ class Container:
         """Let it go on; harmless when it is not frozen."""
         if self.state() == "FROZEN":
             self._node.run(["lxc-unfreeze", *self._named()], check=True)
+
+    @contextlib.contextmanager
+    def stuck(self, inner: int) -> Iterator[None]:
+        """Keep one process, by its pid in there, from running and from dying (cgroup v1): it shows state D."""
+        directory = self._cgroups.directory("freezer") / f"lxc/{self.vmid}/ns/stuck"
+        directory.mkdir()
+        (directory / "cgroup.procs").write_text(str(self._outer_pid(inner)))
+        (directory / "freezer.state").write_text("FROZEN")
+        wait_until(lambda: (directory / "freezer.state").read_text().strip() == "FROZEN", "the process to freeze")
+        try:
+            yield
+        finally:
+            (directory / "freezer.state").write_text("THAWED")
+
+    def _outer_pid(self, inner: int) -> int:
+        """The pid on this machine of a process in there."""
+        procs = (self._cgroups.directory("freezer") / f"lxc/{self.vmid}/ns/cgroup.procs").read_text().split()
+        for pid in procs:
+            status = Path(f"/proc/{pid}/status").read_text()
+            if int(status.partition("NSpid:")[2].split("\n")[0].split()[-1]) == inner:
+                return int(pid)
+        raise LabError(f"container {self.vmid} has no process {inner}")
 
     def destroy(self) -> None:
         """Stop it and remove every trace of it from the node, its config included: its id becomes unknown."""

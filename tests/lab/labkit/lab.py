@@ -66,6 +66,11 @@ class Lab:
         for port in (self.ports.pve, self.ports.jump):
             self.node.wait_for_port(port)
 
+    @property
+    def is_cgroup_v2(self) -> bool:
+        """Whether this machine has the unified hierarchy."""
+        return self._cgroups.is_v2
+
     def container(self, vmid: int, options: Options | None = None) -> Container:
         """Give a fresh running container; one of that id that existed before is destroyed."""
         if vmid in self._containers:
