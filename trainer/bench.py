@@ -18,6 +18,7 @@ import torch
 
 from trainer import events, pipeline
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError, TrainerError
 from trainer.proof import CEILING_FILE, GIB
 from trainer.synthetic import SHAPES, loader
 
@@ -26,15 +27,23 @@ _SIDE = 8192
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    measured = ceiling(Path(arguments.root)) if arguments.what == "ceiling" else run(arguments)
+    try:
+        measured = ceiling(Path(arguments.root)) if arguments.what == "ceiling" else run(arguments)
+    except TrainerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
     sys.stdout.write(json.dumps(measured) + "\n")
     return 0
 
 
 def ceiling(root: Path) -> dict[str, float | None]:
-    """Medians of ten, on random data."""
+    """Medians of ten, on random data; raises ConfigError where there is nothing to measure or no place to keep it."""
+    if not torch.cuda.is_available():
+        raise ConfigError("ceiling: needs a GPU, and torch sees none here")
+    if not root.is_dir():
+        raise ConfigError(f"--root must be a folder, got {root}")
     a, b = (torch.randn(_SIDE, _SIDE, device="cuda:0", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(GIB // 2, device="cuda:0")
     here = torch.empty_like(source)
