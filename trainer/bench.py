@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             },
             "run": {
                 "steps": arguments.steps,
-                "log_every": max(1, arguments.steps // 4),
+                "log_every": arguments.log_every or max(1, arguments.steps // 4),
                 "checkpoint_every": arguments.steps,
                 "root": arguments.root,
             },
@@ -108,8 +108,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         told = [json.loads(line) for line in (Path(folder) / "events.jsonl").read_text().splitlines()]
     gate_open = next(event["elapsed_s"] for event in told if event["event"] == events.GATE_OPEN)
     losses = [event["loss"] for event in told if event["event"] == events.STEP]
-    # `steady` ends before the last checkpoint, which would count as time
-    return {"gate_open_s": gate_open, "losses": losses, "steady": next(e for e in told if e["event"] == events.STEADY)}
+    # `steady` ends with the second line, `finished` after the last checkpoint, which counts as time but not as work of a stage
+    return {
+        "gate_open_s": gate_open,
+        "losses": losses,
+        "steady": next(e for e in told if e["event"] == events.STEADY),
+        "finished": told[-1],
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--drafters", default="cuda:0", help="devices of the drafters, with commas")
     options.add_argument("--graphs", choices=["none", "lazy", "mainwarm", "threadwarm"], default="threadwarm")
     options.add_argument("--steps", type=int, default=40)
+    options.add_argument("--log-every", type=int, help="steps between two log lines, a quarter of --steps by default")
     return parser
 
 

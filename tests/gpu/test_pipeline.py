@@ -60,7 +60,7 @@ def test_a_slot_each_has_its_graphs(config, train):
 @pytest.mark.parametrize("drafters", ["0", "00"])
 def test_the_plain_step_teaches_what_the_measured_step_does(config, train, drafters):
     """Every step is measured, or every fourth is: the same training, and the same accuracy where it was measured."""
-    every, some = (train(config("0", drafters, run={"log_every": n, "checkpoint_every": 1000})) for n in (1, 4))
+    every, some = (train(config("0", drafters, run={"log_every": n}), str(n)) for n in (1, 4))
     told = [{event["step"]: event for event in events if event["event"] == "step"} for events in (every, some)]
     assert list(told[1]) == [4, 8, 12, 16, 20, 24]
     for step, event in told[1].items():
