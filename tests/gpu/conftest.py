@@ -17,6 +17,13 @@ from trainer.synthetic import loader
 LOAD = loader("tiny", (40, 250), num_documents=64)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings are no errors here: torch's compiler provokes some that it then hides, and an error cannot be hidden."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 @pytest.fixture(autouse=True)
 def _no_gpu_memory_is_carried_over() -> Any:
     yield
