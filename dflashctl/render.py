@@ -317,16 +317,22 @@ def _with_unit(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value}{unit}"
 
 
+def _measured(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.3g}{unit}"
+
+
 def verdict(out: Renderer, run: str, found: dict[str, Any]) -> None:
     """Go or no-go of a smoke run: first against later steps, peak memory, distance from an eager loop."""
     out.line(f"{run}: {'go' if found['go'] else 'no-go'}")
     for reason in found["reasons"]:
         out.line(f"  {reason}")
     for name, stage in found.get("stages", {}).items():
-        first, later = (_with_unit(stage.get(key), " s") for key in ("first_step_s", "steady_step_s"))
-        out.line(f"  {name} on {stage.get('device')}: first step {first}, later {later}")
+        keys = ("compile_s", "capture_s", "first_step_s", "steady_step_s")
+        compiled, captured, first, later = (_measured(stage.get(key), " s") for key in keys)
+        how = f"compiled in {compiled}, captured in {captured}, first step {first}, later {later}"
+        out.line(f"  {name} on {stage.get('device')}: {how}")
     for device, gpu in found.get("gpus", {}).items():
-        out.line(f"  {device}: peak {_with_unit(gpu.get('peak_gib'), ' GiB')}")
+        out.line(f"  {device}: peak {_measured(gpu.get('peak_gib'), ' GiB')}")
     if "loss_difference" in found:
         out.line(f"  losses differ from an eager loop's by {found['loss_difference']:.2g}")
 

@@ -18,6 +18,7 @@ import torch
 
 from trainer import events, pipeline
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError, TrainerError
 from trainer.proof import CEILING_FILE, GIB
 from trainer.synthetic import SHAPES, loader
 
@@ -26,15 +27,23 @@ _SIDE = 8192
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure and print; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    measured = ceiling(Path(arguments.root)) if arguments.what == "ceiling" else run(arguments)
+    try:
+        measured = ceiling(Path(arguments.root)) if arguments.what == "ceiling" else run(arguments)
+    except TrainerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
     sys.stdout.write(json.dumps(measured) + "\n")
     return 0
 
 
 def ceiling(root: Path) -> dict[str, float | None]:
-    """Medians of ten, on random data."""
+    """Medians of ten, on random data; raises ConfigError where there is nothing to measure or no place to keep it."""
+    if not torch.cuda.is_available():
+        raise ConfigError("ceiling: needs a GPU, and torch sees none here")
+    if not root.is_dir():
+        raise ConfigError(f"--root must be a folder, got {root}")
     a, b = (torch.randn(_SIDE, _SIDE, device="cuda:0", dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(GIB // 2, device="cuda:0")
     here = torch.empty_like(source)
@@ -85,7 +94,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             },
             "run": {
                 "steps": arguments.steps,
-                "log_every": max(1, arguments.steps // 4),
+                "log_every": arguments.log_every or max(1, arguments.steps // 4),
                 "checkpoint_every": arguments.steps,
                 "root": arguments.root,
             },
@@ -99,8 +108,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         told = [json.loads(line) for line in (Path(folder) / "events.jsonl").read_text().splitlines()]
     gate_open = next(event["elapsed_s"] for event in told if event["event"] == events.GATE_OPEN)
     losses = [event["loss"] for event in told if event["event"] == events.STEP]
-    # `steady` ends before the last checkpoint, which would count as time
-    return {"gate_open_s": gate_open, "losses": losses, "steady": next(e for e in told if e["event"] == events.STEADY)}
+    # `steady` ends with the second line, `finished` after the last checkpoint, which counts as time but not as work of a stage
+    return {
+        "gate_open_s": gate_open,
+        "losses": losses,
+        "steady": next(e for e in told if e["event"] == events.STEADY),
+        "finished": told[-1],
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--drafters", default="cuda:0", help="devices of the drafters, with commas")
     options.add_argument("--graphs", choices=["none", "lazy", "mainwarm", "threadwarm"], default="threadwarm")
     options.add_argument("--steps", type=int, default=40)
+    options.add_argument("--log-every", type=int, help="steps between two log lines, a quarter of --steps by default")
     return parser
 
 

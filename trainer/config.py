@@ -128,7 +128,7 @@ class RunConfig:
     seed: int = field(default=0, metadata=_bounds(0, (1 << 63) - 1))
     """Decides initial weights, order of documents and anchors."""
     log_every: int = field(default=10, metadata=_bounds(1))
-    """Steps between two log lines."""
+    """Steps between two log lines. Their loss is that of all these steps, their accuracy and acceptance of the last one."""
     checkpoint_every: int = field(default=1000, metadata=_bounds(1))
     """Steps between two checkpoints; the last step always writes one."""
     validate_every: int | None = field(default=None, metadata=_bounds(1))
@@ -180,6 +180,10 @@ class TrainConfig:
         """Steps of linear warm-up, the default resolved."""
         explicit = self.optim.lr_warmup_steps
         return explicit if explicit is not None else max(1, round(0.04 * self.run.steps))
+
+    def logs_after(self, step: int) -> bool:
+        """Whether there is a log line once `step` steps are done; only such a step measures accuracy and acceptance."""
+        return step % self.run.log_every == 0 or step == self.run.steps
 
     def validates_after(self, step: int) -> bool:
         """Whether the held-out split is looked at once `step` steps are done."""
@@ -301,6 +305,9 @@ def _check_together(config: TrainConfig) -> None:
             f"pipeline.graphs: {pipeline.graphs} {reason} when drafters share a process; "
             "use threadwarm, or set pipeline.allow_unsound: true to see it"
         )
+    warmup, steps = config.optim.lr_warmup_steps, config.run.steps
+    if warmup is not None and warmup >= steps:
+        raise ConfigError(f"optim.lr_warmup_steps must be below run.steps ({steps}), got {warmup}")
     ids = draft.target_layer_ids
     if ids is not None and (not ids or sorted(set(ids)) != ids or ids[0] < 0):
         raise ConfigError(f"draft.target_layer_ids must be ascending layer indices from 0, got {ids}")

@@ -1,8 +1,9 @@
 """One DrafterTrainLoop's drafter: model, optimizer and metrics over static slots, and the graphs of its step.
 
 A lone drafter's step is one graph: forward, backward, clip, AdamW. With several, gradients are summed between a graph of
-forward and backward and one of clip and AdamW. Each slot has a graph of its own that reads it in place; where held-out batches
-arrive it has a second one, of the forward alone. Belongs to one thread.
+forward and backward and one of clip and AdamW. Each slot has graphs of its own that read it in place: of the plain step, of the
+step before a log line, which also measures accuracy, and, where held-out batches arrive, of the forward alone. They are
+variants over the same buffers and share one memory pool. Belongs to one thread.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ from trainer.slots import Slot, make_slot
 from trainer.wiring import STALL_S, StepReport, Validated, Wiring, enter
 
 _STEPS_IN_FLIGHT = 2
+_VARIANTS = (False, True)
+"""Of a step: plain, measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +85,13 @@ class Drafter:
         self._optimizer.hold(True)
         self._optimizer.begin(0)
         if self._config.pipeline.graphs != "lazy":  # unsound: what it leaves out here happens when everyone runs
-            graphs.warm_up(lambda: self._whole_step(slots[0]))
+            for measured in _VARIANTS:
+                graphs.warm_up(functools.partial(self._whole_step, slots[0], measured))
         if graphs.captures:
             self._optimizer.capturable()
         body = self._whole_step if self._alone else self._backward
-        self._run = {id(slot): graphs.ready(functools.partial(body, slot)) for slot in slots}
+        variants = [(slot, measured) for slot in slots for measured in _VARIANTS]
+        self._run = {(id(slot), measured): graphs.ready(functools.partial(body, slot, measured)) for slot, measured in variants}
         self._run_apply = graphs.ready(self._apply) if not self._alone else self._apply
         self._run_look = self._prepare_looks(graphs)
         self._static = [*self.model.parameters(), self._optimizer.flat_grad, self._sums]
@@ -127,7 +132,7 @@ class Drafter:
         self._clock.limit((_STEPS_IN_FLIGHT - 1) * self._clock.spans_per_step)
         self._optimizer.begin(step)
         with self._next_slot(sender) as slot, self._clock.span():
-            self._run[id(slot)]()
+            self._run[id(slot), self._config.logs_after(step + 1)]()
         if not self._alone:
             self._wiring.drafter_sum.sum(rank, self._optimizer.flat_grad, self._sums)
             with self._clock.span():
@@ -173,24 +178,27 @@ class Drafter:
         assert self._staging is not None
         return save_checkpoint(self._parts.checkpoints, done, self._staging, self._parts.info)
 
-    def _whole_step(self, slot: Slot) -> None:
-        self._backward(slot)
+    def _whole_step(self, slot: Slot, measured: bool) -> None:
+        self._backward(slot, measured)
         self._apply()
 
-    def _backward(self, slot: Slot) -> None:
+    def _backward(self, slot: Slot, measured: bool) -> None:
         """Forward and backward into the flat gradient; loss and weight into `_sums`."""
         batch = slot.features.batch
         loss, weights = self._loss(slot)
         self._optimizer.zero_grad()
         loss.loss_sum.backward()
-        self._metrics.add(loss, weights, batch.anchor_valid)
+        self._metrics.add(loss, weights)
+        if measured:
+            self._metrics.measure(loss, weights, batch.anchor_valid)
         self._context_tokens += (batch.doc_ids != NO_DOCUMENT).sum()
         self._sums.copy_(torch.stack([loss.loss_sum.detach(), loss.weight_sum]))
 
     @torch.no_grad()
     def _look(self, slot: Slot) -> None:
         loss, weights = self._loss(slot)
-        self._held_out.add(loss, weights, slot.features.batch.anchor_valid)
+        self._held_out.add(loss, weights)
+        self._held_out.measure(loss, weights, slot.features.batch.anchor_valid)
 
     def _loss(self, slot: Slot) -> tuple[LossParts, Tensor]:
         """The loss of the slot's blocks, and their weights [B, N, K]."""

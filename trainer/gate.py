@@ -29,13 +29,12 @@ class StartupGate:
 
     @contextlib.contextmanager
     def turn(self, party: str, *, timeout_s: float) -> Iterator[None]:
-        """Prepare inside, alone; raises GateBrokenError, or TimeoutError that names who is still at it.
+        """Prepare inside, alone; raises GateBrokenError, or TimeoutError that names who has been at it for `timeout_s`.
 
         Whoever raises inside keeps the turn: nobody else prepares until the gate is aborted.
         """
         with self._changed:
-            in_time = self._changed.wait_for(lambda: self._turns[0] == party or self._cause is not None, timeout_s)
-            self._raise_if_broken()
+            in_time = self._wait(lambda: self._turns[0] == party, timeout_s)
             if not in_time:
                 raise TimeoutError(f"startup gate: {self._turns[0]} has been preparing for {timeout_s:g} s")
         yield
@@ -44,15 +43,16 @@ class StartupGate:
             self._changed.notify_all()
 
     def pass_through(self, party: str, *, timeout_s: float) -> None:
-        """Arrive, wait for the others, go on; raises GateBrokenError, or TimeoutError that names who is missing."""
+        """Arrive, wait for the others, go on; raises GateBrokenError, or TimeoutError that names who is missing.
+
+        The time-out begins anew whenever a turn ends or a party arrives.
+        """
         with self._changed:
             self._missing.remove(party)
             if not self._missing and self._cause is None:
                 self._on_open()
-                self._changed.notify_all()
-            in_time = self._changed.wait_for(lambda: not self._missing or self._cause is not None, timeout_s)
-            self._raise_if_broken()
-            if not in_time:
+            self._changed.notify_all()
+            if not self._wait(lambda: not self._missing, timeout_s):
                 names = ", ".join(sorted(self._missing))
                 raise TimeoutError(f"startup gate: {names} did not arrive within {timeout_s:g} s")
 
@@ -63,6 +63,11 @@ class StartupGate:
                 self._cause = self._cause or cause
             self._changed.notify_all()
 
-    def _raise_if_broken(self) -> None:
+    def _wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether `ready` came true before nothing changed for `timeout_s`: each party has that long, however many come."""
+        in_time = True
+        while in_time and not ready() and self._cause is None:
+            in_time = self._changed.wait(timeout_s)
         if self._cause is not None:
             raise GateBrokenError("the startup gate was aborted") from self._cause
+        return ready()

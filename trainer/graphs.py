@@ -110,6 +110,8 @@ class DeviceClock:
         self.limit(0)
         self.busy_s = 0.0
         self.num_spans = 0
+        self.counted_at = time.monotonic()
+        """When the last span was counted, a few steps after it was put into the stream."""
         self.first_step_s: float | None = None
         """The spans of the first step."""
 
@@ -138,6 +140,7 @@ class DeviceClock:
     def _count(self, seconds: float) -> None:
         self.busy_s += seconds
         self.num_spans += 1
+        self.counted_at = time.monotonic()
         if self.num_spans == self.spans_per_step:
             self.first_step_s = self.busy_s
 

@@ -160,9 +160,14 @@ def load_all(config: TrainConfig) -> Loaded:
             tokenizer_digest=tokenizer_digest(tokenizer),
             mask_token_id=spec.mask_token_id,
         )
-    ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}
+    ends = ends_by_device(target, config, spec)
     initial = build_draft(spec, config.run.seed, torch.device("cpu"))
     return Loaded(shards=shards, held_out=held_out, targets=targets, initial=initial, ends=ends)
+
+
+def ends_by_device(target: TargetModel, config: TrainConfig, spec: DraftSpec) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Embedding and head once for each drafter device, however many drafters it has."""
+    return {d: target.ends(torch.device(d), spec.dtype) for d in dict.fromkeys(config.pipeline.drafter_devices)}
 
 
 def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> None:

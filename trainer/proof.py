@@ -41,7 +41,7 @@ class Proof:
         """Rates and fractions count from now."""
         self._since = time.monotonic()
         self._waits = waits(self._wiring)
-        self._busy = {name: (_busy_s(facts), _spans(facts)) for name, facts in self._wiring.facts.items()}
+        self._counted = {name: _counted(facts) for name, facts in self._wiring.facts.items()}
 
     def read(self, *, steps: int, context_tokens: int, draft_tokens: float) -> dict[str, Any]:
         """The proof; steps and tokens are those since the last `mark`."""
@@ -66,17 +66,15 @@ class Proof:
         self._sleeper.stop()
 
     def _stage(self, name: str, facts: StageFacts, seconds: float) -> dict[str, Any]:
-        busy_s, spans = self._busy[name]
-        now = waits(self._wiring)[name]
-        clock, counted = facts.clock, _spans(facts) - spans
-        step_s = (clock.busy_s - busy_s) / counted * clock.spans_per_step if clock and counted else None
+        clock, now = facts.clock, waits(self._wiring)[name]
+        busy_s, spans, until_s = (after - before for after, before in zip(_counted(facts), self._counted[name], strict=True))
         return {
             "device": facts.device,
             "compile_s": facts.compile_s,
             "capture_s": facts.capture_s,
             "first_step_s": clock.first_step_s if clock else None,
-            "steady_step_s": step_s,
-            "busy": (_busy_s(facts) - busy_s) / seconds,
+            "steady_step_s": busy_s / spans * clock.spans_per_step if clock and spans else None,
+            "busy": busy_s / until_s if spans else None,
             "waits": {end: (total - self._waits[name][end]) / seconds for end, total in now.items()},
             "addresses_unchanged": facts.addresses_unchanged,
         }
@@ -170,12 +168,10 @@ def _unique_graphs() -> int:
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
 
 
-def _busy_s(facts: StageFacts) -> float:
-    return facts.clock.busy_s if facts.clock else 0.0
-
-
-def _spans(facts: StageFacts) -> int:
-    return facts.clock.num_spans if facts.clock else 0
+def _counted(facts: StageFacts) -> tuple[float, int, float]:
+    """Busy seconds, spans, and when the last of them was counted: spans are counted late, so they bring their own time."""
+    clock = facts.clock
+    return (clock.busy_s, clock.num_spans, clock.counted_at) if clock else (0.0, 0, 0.0)
 
 
 def _gpus(config: TrainConfig) -> list[str]:

@@ -120,7 +120,7 @@ class Reporter:
         seconds = time.monotonic() - self._since
         self._loss = totals.loss
         self._counts = _Counts(
-            reports[0].step, self._counts.context_tokens + context_tokens, self._counts.draft_tokens + sum(totals.counted)
+            reports[0].step, self._counts.context_tokens + context_tokens, self._counts.draft_tokens + totals.draft_tokens
         )
         rate = context_tokens / seconds
         self._events.write(
@@ -132,7 +132,7 @@ class Reporter:
             lr=reports[0].lr,
             grad_norm=reports[0].grad_norm,
             context_tokens_per_s=rate,
-            draft_tokens_per_s=sum(totals.counted) / seconds,
+            draft_tokens_per_s=totals.draft_tokens / seconds,
             **self._flow(seconds),
         )
         log.info(step_line(self._counts.steps, self._config.run.steps, totals, reports[0].lr, rate))
@@ -197,6 +197,7 @@ class Reporter:
             loss=self._loss,
             seconds=round(seconds, 3),
             context_tokens=self._counts.context_tokens,
+            draft_tokens=self._counts.draft_tokens,
             **self._read_proof(),
         )
         log.info("finished %d steps, %d context tokens in %.1f s", self._counts.steps, self._counts.context_tokens, seconds)

@@ -1,8 +1,8 @@
 """`python -m trainer.smoke CONFIG.json`: may a long run of this configuration start? A few real steps on its real devices.
 
 Prints one JSON document: go or no-go with the reasons, the first step against later ones, peak memory, and how far the losses
-are from those of an eager loop. Exit code 0 is go, 1 no-go; an error of the user's has its own code, as in `python -m trainer`.
-Nothing is left behind.
+are from those of an eager loop. Exit code 0 is go, 1 no-go; what the user can mend is a no-go too, with the sentence on stderr
+and the code that `python -m trainer` has for it. Nothing is left behind.
 """
 
 import dataclasses
@@ -28,25 +28,42 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
 def smoke(config: TrainConfig, load: Callable[[TrainConfig], pipeline.Loaded] = pipeline.load_all) -> dict[str, Any]:
-    """The document. Raises TrainerError for what the user can mend; any other death of the run is a no-go."""
+    """The document. Raises TrainerError for what the user can mend; any other death is a no-go."""
+    config = _shortened(config)
+    try:
+        loaded = load(config)
+        told = _train(config, loaded)
+        gc.collect()
+        if config.uses_cuda:
+            torch.cuda.empty_cache()
+        return _judge(config, told, plain_losses(config, loaded, COMPARED_STEPS))
+    except TrainerError:
+        raise
+    except Exception as error:  # noqa: BLE001 (what ends a smoke run is its result)
+        return _no_go(f"the run died: {type(error).__name__}: {error}")
+
+
+def _shortened(config: TrainConfig) -> TrainConfig:
+    """`STEPS` steps of the same sizes, each with a loss of its own in the events."""
     run = dataclasses.replace(config.run, steps=STEPS, log_every=1, checkpoint_every=STEPS)
-    config = dataclasses.replace(config, run=run)
-    loaded = load(config)
+    warmup = config.optim.lr_warmup_steps
+    optim = dataclasses.replace(config.optim, lr_warmup_steps=None if warmup is None else min(warmup, STEPS - 1))
+    return dataclasses.replace(config, run=run, optim=optim)
+
+
+def _train(config: TrainConfig, loaded: pipeline.Loaded) -> list[dict[str, Any]]:
+    """The events of the run."""
     with tempfile.TemporaryDirectory() as folder:
         log = events.EventLog(Path(folder) / "events.jsonl")
         try:
             pipeline.train(config, Path(folder), log, load=lambda _config: loaded)
-        except TrainerError:
-            raise
-        except Exception as error:  # noqa: BLE001 (what ends a smoke run is its result)
-            return {"schema": 1, "go": False, "reasons": [f"the run died: {type(error).__name__}: {error}"]}
         finally:
             log.close()
-        told = [json.loads(line) for line in (Path(folder) / "events.jsonl").read_text().splitlines()]
-    gc.collect()
-    if config.uses_cuda:
-        torch.cuda.empty_cache()
-    return _judge(config, told, plain_losses(config, loaded, COMPARED_STEPS))
+        return [json.loads(line) for line in (Path(folder) / "events.jsonl").read_text().splitlines()]
+
+
+def _no_go(reason: str) -> dict[str, Any]:
+    return {"schema": 1, "go": False, "reasons": [reason]}
 
 
 def _judge(config: TrainConfig, told: list[dict[str, Any]], plain: list[float]) -> dict[str, Any]:
@@ -95,12 +112,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write("usage: python -m trainer.smoke CONFIG.json\n")
         return 2
     try:
-        verdict = smoke(_read(Path(argv[0])))
+        verdict, code = smoke(_read(Path(argv[0]))), 1
     except TrainerError as error:
         sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+        verdict, code = _no_go(str(error)), error.exit_code
     sys.stdout.write(json.dumps(verdict) + "\n")
-    return 0 if verdict["go"] else 1
+    return 0 if verdict["go"] else code
 
 
 def _read(path: Path) -> TrainConfig:

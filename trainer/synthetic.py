@@ -14,7 +14,7 @@ from trainer.config import TrainConfig
 from trainer.dataset import Shards
 from trainer.model.draft import build_draft, resolve_draft, resolve_target_layer_ids
 from trainer.model.target import TargetModel
-from trainer.pipeline import Loaded
+from trainer.pipeline import Loaded, ends_by_device
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "heads": (4, 2, 32)},
@@ -47,7 +47,7 @@ def loader(shape: str, document_tokens: tuple[int, int], num_documents: int = 51
         vocab_size = target.info.vocab_size
         spec = resolve_draft(config.draft, target.info, vocab_size - 1)
         shards = random_shards(vocab_size - 1, document_tokens, num_documents)
-        ends = {device: target.ends(torch.device(device), spec.dtype) for device in config.pipeline.drafter_devices}
+        ends = ends_by_device(target, config, spec)
         initial = build_draft(spec, config.run.seed, torch.device("cpu"))
         held_out = random_shards(vocab_size - 1, document_tokens, num_documents) if config.run.validate_every else None
         return Loaded(shards=shards, held_out=held_out, targets=targets, initial=initial, ends=ends)

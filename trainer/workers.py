@@ -86,7 +86,7 @@ def drafter_train_loop(worker: Worker, wiring: Wiring, rank: int, make: Callable
         worker.step = done = step + 1
         drafter.train(step)
         last = done == run.steps
-        if last or done % run.log_every == 0:
+        if wiring.config.logs_after(done):
             worker.mailbox.put(drafter.report(done))
         if rank == 0 and wiring.config.validates_after(done):
             worker.mailbox.put(drafter.validate(done))

@@ -3,6 +3,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from trainer.bench import main
+
 SMALL = "--shape tiny --rows 2 --row-tokens 64 --anchors 4 --block-size 4 --layers 1 --dtype float32 --steps 8"
 
 
@@ -17,3 +22,17 @@ def test_a_run_is_measured_and_told_as_one_document():
     steady = measured["steady"]
     assert steady["steps_per_s"] * 2 * 2 * 64 == steady["context_tokens_per_s"], "every row is full"
     assert steady["stages"].keys() == {"target-0", "draft-0", "draft-1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "--rows", "0"], "error: batch.rows must be 1..4096, got 0"),
+        (["run", "--targets", "gpu"], "error: pipeline.target_devices must hold 'cpu' or 'cuda:N', got 'gpu'"),
+        (["ceiling"], "error: ceiling: needs a GPU, and torch sees none here"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_3(arguments, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(arguments) == 3
+    assert capsys.readouterr() == ("", sentence + "\n")

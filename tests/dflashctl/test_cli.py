@@ -236,3 +236,20 @@ def test_smoke_is_a_run_with_a_verdict(bench, script: str, code: int, text: str)
         launched = bench("launch", "--tag", "quick", "--smoke", "--startup-seconds", "30")
         assert launched.exit_code == code
         assert bench.run_folder("quick-1").exists() is (code == 0)
+
+
+def test_a_smoke_runs_numbers_are_short_and_what_is_unknown_is_a_dash(bench) -> None:
+    stage = {
+        "device": "cuda:1",
+        "compile_s": 31.0312,
+        "capture_s": None,
+        "first_step_s": 0.00318102,
+        "steady_step_s": 0.00325212,
+    }
+    found = {"go": True, "reasons": [], "stages": {"draft-0": stage}, "gpus": {"cuda:1": {"peak_gib": 0.478515625}}}
+    bench.trainer(f"import json; print(json.dumps({found!r}))", "smoke.py")
+    assert bench("smoke", "--tag", "quick").stdout.splitlines() == [
+        "quick-smoke-1: go",
+        "  draft-0 on cuda:1: compiled in 31 s, captured in -, first step 0.00318 s, later 0.00325 s",
+        "  cuda:1: peak 0.479 GiB",
+    ]

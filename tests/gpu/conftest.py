@@ -17,6 +17,13 @@ from trainer.synthetic import loader
 LOAD = loader("tiny", (40, 250), num_documents=64)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings are no errors here: torch's compiler provokes some that it then hides, and an error cannot be hidden."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 @pytest.fixture(autouse=True)
 def _no_gpu_memory_is_carried_over() -> Any:
     yield
@@ -49,17 +56,19 @@ def load() -> Callable[[TrainConfig], pipeline.Loaded]:
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Callable[[TrainConfig], list[dict[str, Any]]]:
-    """Run it and return its events; `seconds` of the last one counts from the call."""
+def train(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Run it, in a folder of that name below `tmp_path`, and return its events."""
 
-    def go(config: TrainConfig) -> list[dict[str, Any]]:
-        log = events.EventLog(tmp_path / "events.jsonl")
+    def go(config: TrainConfig, name: str = ".") -> list[dict[str, Any]]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        log = events.EventLog(folder / "events.jsonl")
         began = time.monotonic()
         try:
-            pipeline.train(config, tmp_path, log, load=LOAD)
+            pipeline.train(config, folder, log, load=LOAD)
         finally:
             log.close()
-        told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+        told = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
         assert time.monotonic() - began < 300
         return told
 

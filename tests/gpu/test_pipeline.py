@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import trainer.drafter
 import trainer.forward
+import trainer.pipeline
 from trainer.errors import NonFiniteError
 from trainer.graphs import Graphs, StageFacts
 from trainer.reference import plain_losses
@@ -51,9 +52,42 @@ def test_the_pipeline_is_a_plain_eager_loop(config, train, load, graphs, targets
     assert (captures > 0) == (graphs == "threadwarm")
 
 
-def test_a_slot_each_has_its_graph(config, train):
+def test_a_slot_each_has_its_graphs(config, train):
     told = train(config("0", "0", run={"steps": 3}, pipeline={"channel_capacity": 3}))
-    assert told[-1]["captures_before_gate"] == 6, "the target's and the drafter's of three slots"
+    assert told[-1]["captures_before_gate"] == 9, "of three slots the target's, the drafter's plain and its measured step"
+
+
+@pytest.mark.parametrize("drafters", ["0", "00"])
+def test_the_plain_step_teaches_what_the_measured_step_does(config, train, drafters):
+    """Every step is measured, or every fourth is: the same training, and the same accuracy where it was measured."""
+    every, some = (train(config("0", drafters, run={"log_every": n}), str(n)) for n in (1, 4))
+    told = [{event["step"]: event for event in events if event["event"] == "step"} for events in (every, some)]
+    assert list(told[1]) == [4, 8, 12, 16, 20, 24]
+    for step, event in told[1].items():
+        assert event["accuracy"] == pytest.approx(told[0][step]["accuracy"], abs=0.02)
+        assert event["grad_norm"] == pytest.approx(told[0][step]["grad_norm"], rel=1e-3)
+    assert every[-1]["draft_tokens"] == some[-1]["draft_tokens"] > 0
+    assert_still(some[-1])
+
+
+def test_graphs_of_a_worker_share_their_memory():
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    total = torch.zeros((), device=device)
+
+    def body():
+        total.add_(torch.ones(1 << 26, device=device).sum())
+
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        graphs = Graphs("threadwarm", device, StageFacts("cuda:0"))
+        graphs.warm_up(body)
+        first, one = graphs.ready(body), torch.cuda.memory_reserved()
+        second, both = graphs.ready(body), torch.cuda.memory_reserved()
+        total.zero_()
+        first()
+        second()
+        torch.cuda.current_stream().synchronize()
+    assert (both, total.item()) == (one, 2 * (1 << 26))
 
 
 @pytest.mark.parametrize("drafters", ["0", "00"])
@@ -111,10 +145,39 @@ def test_a_drafter_that_dies_before_or_inside_its_capture(config, train, monkeyp
     assert_dies(train, config("0", "00"), error, raised, "draft-1", tmp_path)
 
 
-def test_a_drafter_that_dies_after_its_capture_while_the_channels_are_full(config, train, monkeypatch, tmp_path):
+@pytest.fixture
+def wirings(monkeypatch):
+    """The wiring of the runs that follow."""
+    made, wire = [], trainer.pipeline.wire
+
+    def recording(*args, **kwargs):
+        made.append(wire(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(trainer.pipeline, "wire", recording)
+    return made
+
+
+def until(condition):
+    deadline, pause = time.monotonic() + 60, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.005)
+
+
+def test_a_drafter_that_dies_after_its_capture_while_the_channels_are_full(config, train, monkeypatch, tmp_path, wirings):
     steps = itertools.count()
-    late = lambda: next(steps) == 5  # noqa: E731
-    error, raised = fail_in(monkeypatch, trainer.drafter.Drafter, "train", "draft-0", late)
+
+    def late_and_full():
+        if next(steps) != 5:
+            return False
+        features, batches = wirings[0].features[0, 0], wirings[0].batches[0]
+        until(lambda: (features.statistics().depth, batches.statistics().depth) == (2, 2))
+        waited = wirings[0].free[0, 0].statistics().receive_wait_s
+        until(lambda: wirings[0].free[0, 0].statistics().receive_wait_s > waited)
+        return True
+
+    error, raised = fail_in(monkeypatch, trainer.drafter.Drafter, "train", "draft-0", late_and_full)
     assert_dies(train, config("0", "00", run={"steps": 100_000}), error, raised, "draft-0", tmp_path)
 
 

@@ -30,5 +30,5 @@ def test_mainwarm_with_two_drafters_on_a_gpu_is_wrong_or_breaks():
     if done.returncode == 0:
         wrong, right = (json.loads(out)["losses"] for out in (done.stdout, bench("threadwarm").stdout))
         assert max(abs(a - b) / b for a, b in zip(wrong, right, strict=True)) > 1e-3
-    else:
-        assert "invalid device pointer" in done.stderr
+    else:  # a bad free, a foreign deleter, an event of the wrong time: which one, differs from run to run
+        assert "cudagraph_trees.py" in done.stderr or "invalid device pointer" in done.stderr

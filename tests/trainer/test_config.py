@@ -41,6 +41,7 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("pipeline.target_devices", ["cpu"], "must all be cpu or all be cuda"),
         ("pipeline.graphs", "lazy", "crashes in cudagraph-trees"),
         ("pipeline.graphs", "mainwarm", "silently wrong"),
+        ("optim.lr_warmup_steps", 1000, "optim.lr_warmup_steps must be below run.steps (1000), got 1000"),
         ("batch.row_tokens", 16, "draft.block_size must be below batch.row_tokens (16), got 16"),
     ],
 )

@@ -103,6 +103,26 @@ def test_a_wait_that_lasts_too_long_names_who_is_missing(gate: StartupGate) -> N
         gate.pass_through("a", timeout_s=0.01)
 
 
+def test_a_wait_is_as_long_as_nothing_moves_however_many_come_first(
+    start: Callable[[str], threading.Thread], gate: StartupGate, log: list[str]
+) -> None:
+    """Two that take half the time-out each, and a third that has then waited for longer than it."""
+    timeout_s, pause = 3.0, threading.Event()
+
+    def prepare(party: str, takes_s: float) -> None:
+        with gate.turn(party, timeout_s=timeout_s):
+            pause.wait(takes_s)
+        gate.pass_through(party, timeout_s=timeout_s)
+        log.append(party)
+
+    spans = [("a", 0.53 * timeout_s), ("b", 0.53 * timeout_s), ("c", 0.0)]
+    threads = [threading.Thread(target=prepare, args=span, daemon=True) for span in spans]
+    for thread in threads:
+        thread.start()
+    join(*threads)
+    assert sorted(log) == ["a", "b", "c", "open"]
+
+
 def test_turns_go_in_order_whoever_comes_first(gate: StartupGate, log: list[str]) -> None:
     def prepare(party: str) -> None:
         with gate.turn(party, timeout_s=10):

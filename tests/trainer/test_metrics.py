@@ -10,7 +10,8 @@ CPU = torch.device("cpu")
 def _add(metrics, correct, weights, valid, loss=1.5):
     weights = torch.tensor(weights)
     parts = LossParts(torch.tensor(loss), weights.sum(), torch.tensor(correct).bool())
-    metrics.add(parts, weights, torch.tensor(valid).bool())
+    metrics.add(parts, weights)
+    metrics.measure(parts, weights, torch.tensor(valid).bool())
 
 
 def _one_row(metrics):
@@ -25,9 +26,20 @@ def test_sums_by_hand():
     _one_row(metrics)
     totals = metrics.read()
     assert totals.loss == pytest.approx(1.5 / 2.75)
+    assert totals.draft_tokens == 4
     assert totals.accuracy == [1.0, 1.0, 0.0]
     assert totals.counted == (2, 1, 1)
     assert totals.acceptance_length == 1 + (2 + 1) / 2
+
+
+def test_what_is_not_measured_counts_in_the_loss_alone():
+    metrics = StepMetrics(4, CPU)
+    weights = torch.tensor([[[0.0, 1.0, 1.0, 0.0]]])
+    metrics.add(LossParts(torch.tensor(4.0), weights.sum(), torch.ones(1, 1, 4).bool()), weights)
+    _one_row(metrics)
+    totals = metrics.read()
+    assert (totals.loss, totals.draft_tokens) == (pytest.approx(5.5 / 4.75), 6)
+    assert (totals.accuracy, totals.num_blocks) == ([1.0, 1.0, 0.0], 2)
 
 
 def test_a_gap_in_the_labels_ends_the_accepted_run():

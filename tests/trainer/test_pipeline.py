@@ -128,6 +128,33 @@ def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pyte
     assert any(line.startswith("step 4/5  loss ") and line.endswith("ctx tok/s") for line in caplog.messages)
 
 
+def test_a_log_line_has_the_loss_of_all_its_steps_and_the_accuracy_of_its_last(tiny_run: Any, tmp_path: Path) -> None:
+    told = {}
+    for log_every in (1, 3):
+        folder = tmp_path / str(log_every)
+        folder.mkdir()
+        run(tiny_run.config(drafters=2, run={"steps": 7, "log_every": log_every}), folder)
+        told[log_every] = {event["step"]: event for event in events_of(folder, "step")}
+    assert list(told[3]) == [3, 6, 7]
+    for step, event in told[3].items():
+        assert (event["accuracy"], event["acceptance_length"]) == (
+            told[1][step]["accuracy"],
+            told[1][step]["acceptance_length"],
+        )
+        assert event["grad_norm"] == told[1][step]["grad_norm"]
+    losses = [told[1][step]["loss"] for step in (1, 2, 3)]
+    assert min(losses) < told[3][3]["loss"] < max(losses)
+    tokens = [sum(e["draft_tokens"] for e in events_of(tmp_path / name, "finished")) for name in ("1", "3")]
+    assert tokens[0] == tokens[1] > 0
+
+
+def test_embedding_and_head_are_made_once_for_a_device(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(TargetModel, "ends", recording(TargetModel.ends, made))
+    run(tiny_run.config(drafters=3, run={"steps": 1}), tmp_path)
+    assert len(made) == 1
+
+
 def labels_per_token(config: dict[str, Any], num_batches: int) -> float:
     found = first_batches(config, num_batches)
     num_labels = sum(int((block_labels(batch, config["draft"]["block_size"], 1.0)[1] > 0).sum()) for batch in found)

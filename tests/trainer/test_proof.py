@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from trainer.config import TrainConfig
+from trainer.graphs import DeviceClock
 from trainer.model.draft import TargetInfo, resolve_draft
 from trainer.proof import Proof, draft_flop, target_flop
 from trainer.wiring import wire
@@ -70,6 +71,25 @@ def test_rates_and_fractions_count_from_the_mark():
     assert read["gpus"] == {}
     assert read["stages"]["draft-0"]["steady_step_s"] is None, "unknown is not zero"
     json.dumps(read)
+
+
+def test_a_stage_is_busy_for_a_share_of_the_time_that_its_spans_were_counted_in():
+    run = config(rows=1, row_tokens=64)
+    wiring = wire(run, on_open=lambda: None)
+    clock = wiring.facts["draft-0"].clock = DeviceClock(torch.device("cpu"))
+    proof = Proof(run, wiring, resolve_draft(run.draft, QWEN3_8B, 0), QWEN3_8B)
+    assert proof.read(steps=1, context_tokens=1, draft_tokens=1)["stages"]["draft-0"]["busy"] is None, "unknown is not zero"
+    with clock.span():
+        time.sleep(0.02)
+    proof.mark()
+    for _ in range(3):
+        with clock.span():
+            time.sleep(0.02)
+    time.sleep(0.1)  # what comes after is counted with the next span
+    stage = proof.read(steps=3, context_tokens=1, draft_tokens=1)["stages"]["draft-0"]
+    proof.close()
+    assert 0.5 < stage["busy"] <= 1
+    assert stage["steady_step_s"] >= 0.02
 
 
 def test_a_recompilation_is_counted():

@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import math
 
 import pytest
 
@@ -49,12 +51,61 @@ def test_a_run_that_dies_is_a_no_go_with_its_first_cause(written, capsys, monkey
     assert verdict["reasons"] == ["the run died: RuntimeError: out of memory"]
 
 
-def test_what_the_user_can_mend_is_one_sentence(written, tmp_path, capsys):
-    assert main([str(tmp_path / "none.json")]) == 3
-    assert "none.json cannot be used" in capsys.readouterr().err
-    config = json.loads(written.read_text())
-    config["data"]["path"] = "nowhere"
-    written.write_text(json.dumps(config))
-    assert main([str(written)]) == 3
-    assert "nowhere: no token shards here" in capsys.readouterr().err
+@pytest.mark.parametrize("stage", ["load_all", "plain_losses"])
+def test_a_death_before_or_after_the_run_is_a_no_go_too(written, capsys, monkeypatch, stage):
+    def broken(*args):
+        raise RuntimeError("out of memory")
+
+    if stage == "load_all":
+        monkeypatch.setattr(trainer.smoke.smoke, "__defaults__", (broken,))
+    else:
+        monkeypatch.setattr(trainer.smoke, stage, broken)
+    code, verdict = verdict_of(written, capsys)
+    assert (code, verdict["go"], verdict["reasons"]) == (1, False, ["the run died: RuntimeError: out of memory"])
+
+
+def bad_inputs(tiny_run, folder):
+    """A configuration file that the user can mend, what is said of it, and the code."""
+    foreign = tiny_run.config(data={"path": "nowhere"})
+    return {
+        "none": (folder / "none.json", "none.json cannot be used", 3),
+        "unknown key": (tiny_run.config(run={"step": 3}), "run: unknown key 'step'; did you mean 'steps'?", 3),
+        "no data": (foreign, "nowhere: no token shards here", 3),
+        "no target": (tiny_run.config(target={"path": "nowhere"}), "target.path must be a folder or a hub id", 3),
+    }
+
+
+@pytest.mark.parametrize("name", ["none", "unknown key", "no data", "no target"])
+def test_what_the_user_can_mend_is_one_sentence_and_still_a_document(tiny_run, tmp_path, capsys, name):
+    given, text, code = bad_inputs(tiny_run, tmp_path)[name]
+    path = tmp_path / "none.json"
+    if isinstance(given, dict):
+        path.write_text(json.dumps(given))
+    assert main([str(path)]) == code
+    out, err = capsys.readouterr()
+    assert text in err
+    assert (err.startswith("error: "), err.count("\n")) == (True, 1)
+    verdict = json.loads(out)
+    assert (verdict["go"], [f"error: {reason}\n" for reason in verdict["reasons"]]) == (False, [err])
+
+
+def test_a_loss_that_is_no_number_is_a_no_go(written, capsys, monkeypatch):
+    def poisoned(*args, original=trainer.drafter.drafter_loss):
+        loss = original(*args)
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan)
+
+    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
+    assert main([str(written)]) == 1
+    assert "loss and gradient must be finite" in json.loads(capsys.readouterr().out)["reasons"][0]
+
+
+def test_a_long_warm_up_does_not_stand_in_the_way(tiny_run, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_run.config(optim={"lr_warmup_steps": 500}, run={"steps": 1000})))
+    code, verdict = verdict_of(path, capsys)
+    assert (code, verdict["reasons"]) == (0, [])
+
+
+def test_a_wrong_call_is_2(capsys):
     assert main([]) == 2
+    assert capsys.readouterr().err == "usage: python -m trainer.smoke CONFIG.json\n"
