@@ -346,6 +346,8 @@ def describe(state: dict[str, Any]) -> str:
         return f"killed by signal {state['signal']}{memory}"
     if state["state"] == "lost":
         return "lost: its process is gone and left no exit code (killed hard, out of memory, or the host restarted)"
+    if state.get("stalled"):
+        return f"{state['state']}, stalled: it has not moved for longer than it should; dflashctl tail {state['run']}"
     return str(state["state"])
 
 

@@ -127,7 +127,8 @@ def status(session: HostSession, record: RunRecord) -> tuple[dict[str, Any], Exi
 
 
 def _without_host(record: RunRecord, state: str, error: DflashctlError) -> dict[str, Any]:
-    names = ("exit_code", "signal", "pid", "started_at", "ended_at", "duration_s", "step", "last_event", "last_event_age_s")
+    ending = ("exit_code", "signal", "oom_kills", "started_at", "ended_at", "duration_s")
+    names = (*ending, "pid", "step", "last_event", "last_event_age_s", "stalled")
     known = {"run": record.run, "host": record.host, "tag": record.tag, "state": state, "error": str(error)}
     return dict.fromkeys(names) | known
 

@@ -45,6 +45,8 @@ from trainer.workers import batch_prefetcher, drafter_train_loop, target_forward
 
 JOIN_S = 5.0
 """How long a failing run waits for its workers."""
+HEARTBEAT_S = 30.0
+"""How often a run says that it is alive, whatever else it says."""
 LOAD_S = 12 * 3600.0
 """How long loading may take; a hub id may have to be downloaded."""
 SWITCH_INTERVAL_S = 5e-4
@@ -89,7 +91,8 @@ def train(
     exception that anybody puts into `mailbox` stops the run and is raised. `load` replaces the reading of target and data.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    reporter, crew = Reporter(config, event_log), _Crew(mailbox or queue.SimpleQueue())
+    reporter = Reporter(config, event_log)
+    crew = _Crew(mailbox or queue.SimpleQueue(), reporter.heartbeat)
     reporter.started()
     try:
         _check_devices(config)
@@ -215,8 +218,11 @@ def _sentence(error: BaseException) -> str:
 class _Crew:
     """The worker threads of a run, and what they say."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, beat: Callable[[int | None, float], None]) -> None:
         self.mailbox = mailbox
+        self._beat = beat
+        self._beaten = self._moved = time.monotonic()
+        self._steps: list[int | None] = []
         self.on_abort: Callable[[BaseException], None] = lambda _cause: None
         self._threads: dict[str, threading.Thread] = {}
         self._workers: dict[str, Worker] = {}
@@ -253,8 +259,7 @@ class _Crew:
         """Worker and step that `error` came from; else no worker, and the step that the drafters are in."""
         if self._died is not None and self._died.error is error:
             return self._died.worker, self._died.step
-        steps = [worker.step for name, worker in self._workers.items() if name.startswith("draft-") and worker.step]
-        return None, max(steps, default=None)
+        return None, self._drafters_step()
 
     def abort(self, cause: BaseException) -> None:
         """Wake all workers and give them JOIN_S to leave."""
@@ -264,10 +269,23 @@ class _Crew:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _next(self, stall_s: float) -> Message | BaseException:
+        """The next message; meanwhile a heartbeat now and then. Raises WorkerError when nothing has moved for `stall_s`."""
         while True:
-            before = [worker.step for worker in self._workers.values()]
-            try:
-                return self.mailbox.get(timeout=stall_s)
-            except queue.Empty:
-                if before == [worker.step for worker in self._workers.values()]:
-                    raise WorkerError(f"no worker has moved for {stall_s:g} s: {', '.join(self._threads)}") from None
+            message = None
+            with contextlib.suppress(queue.Empty):
+                message = self.mailbox.get(timeout=min(stall_s, HEARTBEAT_S))
+            steps = [worker.step for worker in self._workers.values()]
+            now = time.monotonic()
+            if message is not None or steps != self._steps:
+                self._steps, self._moved = steps, now
+            if now - self._beaten >= HEARTBEAT_S:
+                self._beaten = now
+                self._beat(self._drafters_step(), now - self._moved)
+            if message is not None:
+                return message
+            if now - self._moved >= stall_s:
+                raise WorkerError(f"no worker has moved for {stall_s:g} s: {', '.join(self._threads)}")
+
+    def _drafters_step(self) -> int | None:
+        steps = [worker.step for name, worker in self._workers.items() if name.startswith("draft-") and worker.step]
+        return max(steps, default=None)

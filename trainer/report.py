@@ -25,6 +25,9 @@ from trainer.wiring import Saved, StepReport, Validated, Wiring
 
 log = logging.getLogger("trainer")
 _SHOWN_POSITIONS = 3
+OVERDUE_S = 60.0
+OVERDUE_STEPS = 20
+"""Nothing has moved for as long as this many steps used to take, and for a minute at least: something is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Reporter:
         self._events = event_log
         self._begin = time.monotonic()
         self._wiring: Wiring | None = None
+        self._opened: float | None = None
         self._since = self._begin
         self._waits: Mapping[str, Mapping[str, float]] = {}
         self._proof: Proof | None = None
@@ -92,6 +96,7 @@ class Reporter:
     def opening(self, wiring: Wiring, spec: DraftSpec, info: TargetInfo) -> None:
         """Every worker is ready and none has gone on; what counts from the gate counts from now. Any thread may call it."""
         self._wiring, self._since, self._waits = wiring, time.monotonic(), waits(wiring)
+        self._opened = self._since
         self._proof = Proof(self._config, wiring, spec, info)
 
     def gate_open(self) -> None:
@@ -104,6 +109,12 @@ class Reporter:
             ", ".join(pipeline.target_devices),
             ", ".join(pipeline.drafter_devices),
         )
+
+    def heartbeat(self, step: int | None, idle_s: float) -> None:
+        """The run is alive; `idle_s` seconds ago a worker moved last, which is overdue when steps used to take far less."""
+        typical = (self._since - self._opened) / self._counts.steps if self._opened and self._counts.steps else None
+        overdue = typical is not None and idle_s > max(OVERDUE_S, OVERDUE_STEPS * typical)
+        self._events.write(events.HEARTBEAT, step=step, idle_s=round(idle_s, 3), overdue=overdue)
 
     def step_report(self, report: StepReport) -> None:
         """One drafter's share of a line; the last drafter's completes it."""

@@ -16,6 +16,8 @@ from dflashctl.onhost.processes import recorded_process
 
 LIVING = ("starting", "running")
 CLAIM_GRACE_S = 30.0
+SILENT_S = 150.0
+"""A trainer writes a heartbeat every 30 s."""
 _EVENT_TAIL = 1 << 17
 
 
@@ -42,6 +44,7 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
         "step": last_event(folder.events, "step").get("step"),
         "last_event": event.get("event"),
         "last_event_age_s": _age(_mtime(folder.events), None) if event else None,
+        "stalled": state == "running" and _is_stalled(folder),
         "error": secrets.mask(folder, str(event.get("error")).encode()).decode() if event.get("event") == "failed" else None,
     }
 
@@ -101,6 +104,13 @@ def _state(folder: RunFolder, alive: bool, code: int | None, started: float | No
     claimed = _mtime(folder.record_path)
     fresh = started is None and claimed is not None and abs(time.time() - claimed) < CLAIM_GRACE_S
     return "starting" if fresh else "lost"
+
+
+def _is_stalled(folder: RunFolder) -> bool:
+    """Whether a living trainer has missed several heartbeats, or says itself that its workers stand still."""
+    beat = last_event(folder.events, "heartbeat")
+    silent_s = _age(_mtime(folder.events), None)
+    return bool(beat) and (beat.get("overdue") is True or (silent_s or 0.0) > SILENT_S)
 
 
 def _signal(code: int | None) -> int | None:

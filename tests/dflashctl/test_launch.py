@@ -494,3 +494,29 @@ def test_how_long_a_lost_run_ran_is_not_known(bench) -> None:
         os.kill(pid, signal.SIGKILL)
     bench.until(lambda: bench("status", "--json").document["state"] == "lost")
     assert bench("status", "--json").document["duration_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("overdue", "age_s", "stalled"),
+    [(False, 0, False), (True, 0, True), (False, 1000, True)],
+    ids=["well", "says so", "silent"],
+)
+def test_a_living_run_that_does_not_move_is_stalled(bench, overdue: bool, age_s: int, stalled: bool) -> None:
+    bench.trainer(
+        f"""
+        import json, os, time
+        with open("events.jsonl", "w") as file:
+            file.write(json.dumps({{"event": "heartbeat", "step": 7, "idle_s": 1.0, "overdue": {overdue}}}) + "\\n")
+        os.utime("events.jsonl", (time.time() - {age_s},) * 2)
+        print("up", flush=True)
+        time.sleep(600)
+        """
+    )
+    bench("launch", "--tag", "quick", "--startup-seconds", "0")
+    bench.until(lambda: bench("tail", "--no-follow").stdout == "up\n")
+    state = bench("status", "--json").document
+    assert (state["state"], state["stalled"]) == ("running", stalled)
+    assert state["last_event_age_s"] >= age_s
+    assert ("running, stalled" in bench("status").stdout) is stalled
+    bench("stop", "quick-1")
+    assert bench("status", "--json").document["stalled"] is False

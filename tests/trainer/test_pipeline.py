@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import trainer.drafter
 import trainer.pipeline
+import trainer.report
 import trainer.wiring
 from trainer.anchors import block_labels
 from trainer.batch import Batch, FeatureBatch
@@ -452,6 +453,32 @@ def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkey
     assert events_of(tmp_path)[-1]["event"] == "failed"
     release.set()
     until(lambda: workers_alive() == [])
+
+
+def test_a_run_says_that_it_is_alive_and_when_its_workers_stand_still(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, let_go = itertools.count(1), threading.Event()
+
+    def hanging(*args: Any) -> LossParts:
+        if next(steps) == 4:
+            let_go.wait(60)
+        return drafter_loss(*args)
+
+    monkeypatch.setattr(trainer.drafter, "drafter_loss", hanging)
+    monkeypatch.setattr(trainer.pipeline, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(trainer.report, "OVERDUE_S", 1.0)
+    monkeypatch.setattr(trainer.report, "OVERDUE_STEPS", 0)
+    training = threading.Thread(target=run, args=(tiny_run.config(run={"steps": 6, "log_every": 1}), tmp_path))
+    training.start()
+    until(lambda: (tmp_path / "events.jsonl").exists() and any(e["overdue"] for e in events_of(tmp_path, "heartbeat")))
+    let_go.set()
+    training.join(60)
+    beats = events_of(tmp_path, "heartbeat")
+    assert next(beat["step"] for beat in beats if beat["overdue"]) in (3, 4)
+    assert not beats[0]["overdue"]
+    assert all(beat["idle_s"] > 1.0 for beat in beats if beat["overdue"])
+    assert events_of(tmp_path)[-1]["event"] == "finished"
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (2, 3)])
