@@ -401,6 +401,29 @@ def _survey(places: "list[Host]") -> "Iterator[tuple[dict[str, Any], int]]":
 
 
 @app.command()
+def doctor(hosts: HostNames = None, every: All = False, as_json: Json = False) -> None:
+    """Check whether each HOST is fit for runs: what was found, a command that shows it, the fix. Changes nothing."""
+    from dflashctl import doctor as verbs
+    from dflashctl import render
+
+    ctx = make_context(as_json)
+    places = ctx.places(hosts, every)
+    raise typer.Exit(ctx.on_each(places, verbs.examine, render.checks, verbs.document, verbs.exit_code))
+
+
+@app.command()
+def setup(hosts: HostNames = None, every: All = False, as_json: Json = False) -> None:
+    """Make an environment with the trainer's packages at pinned versions under each HOST's root, with uv or pip."""
+    from dflashctl import environment as verbs
+    from dflashctl import render
+
+    ctx = make_context(as_json)
+    places = ctx.places(hosts, every)
+    ctx.out.note("installing torch and what goes with it can take minutes")
+    raise typer.Exit(ctx.on_each(places, verbs.setup, render.environment, verbs.Environment.document))
+
+
+@app.command()
 def show(
     tag: Annotated[str, typer.Argument(help="The experiment.")],
     experiment: File = None,

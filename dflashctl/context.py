@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dflashctl.errors import ExitCode, RunNotFoundError, UsageError
 
@@ -63,6 +63,7 @@ class Context:
         verb: "Callable[[HostSession], T]",
         show: "Callable[[Renderer, T], None]",
         document: "Callable[[T], dict[str, Any]]",
+        code: "Callable[[T], int]" = lambda _: ExitCode.OK,
     ) -> int:
         """Run a verb on several hosts at once and show each answer as it comes; returns the worst exit code.
 
@@ -80,9 +81,11 @@ class Context:
                 rows[name] |= error.details
                 self.out.failed_host(name, error)
                 continue
-            rows[name] |= document(outcome.value)  # type: ignore[arg-type]  # there is no error
+            value = cast("T", outcome.value)
+            rows[name] |= document(value)
+            worst = max(worst, code(value))
             if not self.out.as_json:
-                show(self.out.prefixed(name), outcome.value)  # type: ignore[arg-type]
+                show(self.out.prefixed(name) if len(places) > 1 else self.out, value)
         if self.out.as_json:
             self.out.document({"hosts": [rows[place.name] for place in places]})
         return worst

@@ -11,6 +11,7 @@ import re
 import select
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,6 +20,8 @@ from dflashctl.errors import DflashctlError, EnvironmentFault, InterruptedByUser
 
 if TYPE_CHECKING:
     from dflashctl.bundle import Deployment
+    from dflashctl.doctor import Check
+    from dflashctl.environment import Environment
     from dflashctl.launch import Launched
 
 _COLOURS = {
@@ -319,6 +322,28 @@ def _with_unit(value: float | None, unit: str) -> str:
 
 def _measured(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value:.3g}{unit}"
+
+
+def environment(out: Renderer, done: "Environment") -> None:
+    """The environment that a host has now, and what is left to do."""
+    packages = ", ".join(f"{name} {version}" for name, version in done.packages.items())
+    how = f"made with {done.tool}" if done.made else "nothing to do"
+    out.line(f"{done.python}: {how}; {packages}; fingerprint {done.fingerprint}")
+    for name in done.pruned:
+        out.line(f"removed venvs/{name}, which no run uses")
+    if not done.is_named:
+        out.line(f"set hosts.{done.host}.python to {done.python}, so that runs use it")
+
+
+def checks(out: Renderer, found: "Sequence[Check]") -> None:
+    """What the doctor found: each check with a command that shows the same, and the fix where there is one to make."""
+    for check in found:
+        out.line(f"{check.state:<8} {check.name}: {check.found}")
+        out.line(f"           $ {check.command}")
+        if check.fix:
+            out.line(f"           fix: {check.fix}")
+    counts = Counter(check.state for check in found)
+    out.line(", ".join(f"{counts[state]} {state}" for state in ("ok", "warning", "failed", "unknown") if counts[state]))
 
 
 def verdict(out: Renderer, run: str, found: dict[str, Any]) -> None:

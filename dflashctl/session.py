@@ -27,7 +27,7 @@ _READ_SCRIPT = 'echo dflashctl-ready; IFS= read -r n && eval "$(head -c "$n")"'
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROGRAMS = (
     *("entry", "layout", "secrets", "processes", "states", "logs", "caches", "leases", "wrapper"),
-    *("releases", "runs", "stop"),
+    *("environment", "doctor", "releases", "runs", "stop"),
 )
 # Modules are made under their own names before they run, so that they import each other where nothing is installed.
 _LOADER = (
@@ -109,13 +109,21 @@ class HostSession:
                 facts = {key: value for key, _, value in (line.partition("=") for line in lines) if value}
         return self._gateway.refusal(self.host, said, facts)
 
-    def call(self, program: str, verb: str, args: dict[str, Any], payload: bytes = b"", timeout_s: float = CALL_S) -> Any:
-        """Run one verb of `onhost/<program>.py` with the host's interpreter; a fault comes back as this side's error."""
+    def call(
+        self,
+        program: str,
+        verb: str,
+        args: dict[str, Any],
+        payload: bytes = b"",
+        timeout_s: float = CALL_S,
+        python: str | None = None,
+    ) -> Any:
+        """Run one verb of `onhost/<program>.py` with the host's interpreter (or another); a fault comes back as our error."""
         modules = _sources()
         request = json.dumps({"verb": verb, "args": {"minimum_python": MINIMUM_PYTHON, **args}}).encode() + b"\n"
         start = f"from dflashctl.onhost import entry, {program}\nentry.serve({program}.VERBS)\n"
         text = json.dumps([*modules, ["__dflashctl__", start]]).encode()
-        python = shlex.quote(self.host.python)
+        python = shlex.quote(python or self.host.python)
         script = f"[ -x {python} ] || {{ echo missing; exit 127; }}\nexec {python} -B -c {shlex.quote(_LOADER)}"
         done = self.script(script, b"%d\n%b%b%b" % (len(text), text, request, payload), timeout_s)
         return self._answer(done)

@@ -4,6 +4,7 @@ root/current -> releases/<digest>     root/train_<tag>.log -> runs/<tag>-<n>/tra
 root/releases/<digest>/trainer/...    root/caches/<key>/{inductor,triton}   (--warm-cache)
 root/runs/<tag>-<n>/{run.json,config.json,run.sh,secrets.sh,train.log,events.jsonl,pid,times,exit_code,stopped,cache/}
 root/leases/<gpu uuid>                locked by the run that uses the GPU (leases.py)
+root/venv -> venvs/<digest>           the trainer's environment, where setup made one
 root/withdrawn/<launch id>            a launch that was given up before it had claimed a run, and must not claim one later
 """
 

@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import Any
 
-from dflashctl.onhost import caches, leases, secrets, wrapper
+from dflashctl.onhost import caches, environment, leases, secrets, wrapper
 from dflashctl.onhost.entry import Fault, require_python
 from dflashctl.onhost.layout import Layout, RunFolder, point_link, write_text
 from dflashctl.onhost.logs import last_lines
@@ -18,14 +18,6 @@ from dflashctl.onhost.states import state_of
 
 _PID_FILE_S = 15.0
 _FIND_S = 30.0
-_NEEDED = ("torch", "transformers", "safetensors", "numpy")
-_PACKAGE_CHECK = """
-import json
-from importlib import metadata, util
-missing = [name for name in %r if util.find_spec(name) is None]
-torch = None if "torch" in missing else metadata.version("torch")
-print(json.dumps({"missing": missing, "torch": torch}))
-"""
 
 
 def launch(args: dict[str, Any]) -> dict[str, Any]:
@@ -36,14 +28,15 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     """
     require_python(args["minimum_python"])
     layout = Layout(args["root"])
-    torch = _check_packages(args["python"], args["env"])
+    args = {**args, "python": environment.settled(args["python"])}
+    installed = environment.require(args["python"], args["env"])
     cleared = str(caches.clear_default_cache({**os.environ, **args["env"]})) if args["clear_cache"] else None
     with layout.lock():
         layout.refuse_withdrawn(args["launch_id"])
         overridden = leases.held(layout, args["record"]["gpus"])
         if overridden and not args["force"]:
             raise leases.refusal(overridden)
-        folder = _prepare(layout, args, torch, {lease.uuid for lease in overridden})
+        folder = _prepare(layout, args, installed, {lease.uuid for lease in overridden})
         started = time.monotonic()
         _start(layout, folder, args["record"]["gpus"])
         warning = _link_log(layout, folder, args["tag"])
@@ -63,21 +56,6 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_packages(python: str, env: dict[str, str]) -> str:
-    """Refuse an interpreter without the trainer's packages; returns the version of torch."""
-    command = [python, "-c", _PACKAGE_CHECK % (_NEEDED,)]
-    found = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, cwd="/")
-    if found.returncode != 0:
-        raise Fault("environment", f"{python} cannot look up its packages: {(found.stderr.strip() or '?').splitlines()[-1]}")
-    answer = json.loads(found.stdout)
-    if answer["missing"]:
-        names = ", ".join(answer["missing"])
-        packages = "'torch>=2.11' 'transformers>=5.15,<5.20' safetensors numpy"
-        hint = f"install them for that interpreter: {python} -m pip install {packages}"
-        raise Fault("environment", f"no {names} at {python}", hint, missing=answer["missing"])
-    return answer["torch"] or "unknown"
-
-
 def _start(layout: Layout, folder: RunFolder, gpus: list[dict[str, Any]]) -> None:
     """Run run.sh, which takes the leases itself, so that a start by hand holds its GPUs too."""
     done = subprocess.run(["/bin/sh", str(folder.script)], capture_output=True, text=True, timeout=wrapper.START_S)
@@ -93,7 +71,8 @@ def _start(layout: Layout, folder: RunFolder, gpus: list[dict[str, Any]]) -> Non
     raise Fault("environment", f"run.sh could not start: {said[-1] if said else f'exit code {done.returncode}'}")
 
 
-def _prepare(layout: Layout, args: dict[str, Any], torch: str, overridden: set[str]) -> RunFolder:
+def _prepare(layout: Layout, args: dict[str, Any], installed: dict[str, Any], overridden: set[str]) -> RunFolder:
+    torch = installed["packages"].get("torch", "unknown")
     release = layout.release(args["release"])
     if not release.is_dir():
         raise Fault("environment", f"release {args['release']} is not on the host", "deploy first")
@@ -108,6 +87,8 @@ def _prepare(layout: Layout, args: dict[str, Any], torch: str, overridden: set[s
         "env_file": sorted(args["secrets"]),
         "release": args["release"],
         "torch": torch,
+        "python": args["python"],
+        "environment": {name: installed[name] for name in ("fingerprint", "python", "driver", "packages")},
         "cache": str(cache),
         "launched_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
