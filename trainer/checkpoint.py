@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.errors import CheckpointError
@@ -65,6 +65,59 @@ def save_checkpoint(folder: Path, step: int, staging: Staging, info: TargetInfo)
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
     return final
+
+
+def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> DraftModel:
+    """The drafter in `folder`, in host memory, to be computed in `dtype`.
+
+    Raises CheckpointError for a folder without a whole checkpoint and for a drafter that was not made for this target.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "model.safetensors")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
+    except (ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from None
+    try:
+        spec = _read_spec(config, dtype)
+        made_for = (config["num_target_layers"], config["hidden_size"], config["vocab_size"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: must be a DFlash drafter's, {error} is missing or wrong") from None
+    is_for = (info.num_layers, info.hidden_size, info.vocab_size)
+    if made_for != is_for:
+        raise CheckpointError(
+            f"{folder}: made for another target: layers, width and vocabulary must be {is_for}, got {made_for}"
+        )
+    model = DraftModel(spec)
+    for name, parameter in model.named_parameters():
+        found = list(tensors[name].shape) if name in tensors else "nothing"
+        if found != list(parameter.shape):
+            raise CheckpointError(f"{folder / 'model.safetensors'}: {name} must be {list(parameter.shape)}, got {found}")
+    unknown = tensors.keys() - dict(model.named_parameters()).keys()
+    if unknown:
+        raise CheckpointError(f"{folder / 'model.safetensors'}: holds tensors that no drafter has, such as {min(unknown)}")
+    model.load_state_dict(tensors)
+    return model
+
+
+def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
+    inner = config["dflash_config"]
+    return DraftSpec(
+        num_layers=config["num_hidden_layers"],
+        block_size=config["block_size"],
+        target_layer_ids=tuple(inner["target_layer_ids"]),
+        mask_token_id=inner["mask_token_id"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_attention_heads=config["num_attention_heads"],
+        num_key_value_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=config["rope_theta"],
+        initializer_range=config["initializer_range"],
+        dtype=dtype,
+    )
 
 
 def checkpoint_config(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:

@@ -12,17 +12,16 @@ conversation; one whose first answer does not fit is dropped. Nothing is left be
 import argparse
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -30,22 +29,15 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import BatchConfig, TargetConfig
+from trainer.conversations import Dropped, Messages, before_answer, conversations
 from trainer.dataset import ShardWriter, Split
 from trainer.errors import DataError, TrainerError
 from trainer.model.target import load_tokenizer, tokenizer_digest
 
-Messages = list[dict[str, str]]
-_T = TypeVar("_T")
-_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _ENDING = re.compile(r"\s*\S*")
 """What closes an answer: the first word after it, such as <|im_end|> or </s>; of tags without space between, those that close
 earlier answers too."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class Dropped(Exception):
-    """A conversation that is left out; the text is the reason, the same for all of its kind."""
 
 
 @dataclass(slots=True)
@@ -86,7 +78,7 @@ def prepare(inputs: Sequence[Path], output: Path, target: TargetConfig, *, max_t
         raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
     report = Report(max_tokens)
     with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
-        for messages in _conversations(inputs, report):
+        for messages in conversations(inputs, report.dropped):
             _add(writer, report, tokenizer, messages, held_out)
         if not report.documents["train"]:
             reasons = "; ".join(f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3))
@@ -186,64 +178,8 @@ def _add(writer: ShardWriter, report: Report, tokenizer: PreTrainedTokenizerBase
 
 def _fraction(messages: Messages) -> float:
     """0..1, evenly spread, by what stands before the first answer."""
-    prompt = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
-    digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
+    digest = hashlib.sha256(json.dumps(before_answer(messages), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def _conversations(inputs: Iterable[Path], report: Report) -> Iterator[Messages]:
-    """Well-formed conversations; malformed lines raise DataError, unusable conversations are counted as dropped."""
-    for path in inputs:
-        try:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        try:
-                            yield _messages(_turns(line, f"{path}:{number}"))
-                        except Dropped as reason:
-                            report.dropped[str(reason)] += 1
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error}") from None
-
-
-def _turns(line: bytes, where: str) -> list[Any]:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
-    turns = _first(list, record, "messages", "conversations") if isinstance(record, dict) else None
-    if turns is None:
-        raise DataError(f"{where}: needs a list `messages` (role, content) or `conversations` (from, value)")
-    return turns
-
-
-def _messages(turns: list[Any]) -> Messages:
-    """A conversation up to its last answer; raises Dropped."""
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise Dropped("a turn is not an object")
-        role, content = _first(str, turn, "role", "from"), _first(str, turn, "content", "value")
-        if role not in _ROLES:
-            raise Dropped("a role is none of system, user (human), assistant (gpt)")
-        if content is None or not content.strip():
-            raise Dropped("a turn has no text")
-        if _SURROGATE.search(content):
-            raise Dropped("a turn's text holds half a character (a lone surrogate)")
-        messages.append({"role": _ROLES[role], "content": content.strip()})
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages:
-        raise Dropped("the assistant says nothing")
-    roles = [message["role"] for message in messages]
-    if "user" not in roles[: roles.index("assistant")]:
-        raise Dropped("the assistant speaks before the user")
-    return messages
-
-
-def _first(kind: type[_T], record: dict[str, Any], *keys: str) -> _T | None:
-    """The first of these values that is of this kind."""
-    return next((record[key] for key in keys if isinstance(record.get(key), kind)), None)
 
 
 @contextlib.contextmanager

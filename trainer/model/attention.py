@@ -162,7 +162,7 @@ def dense_mask(mask_mod: MaskMod, num_rows: int, num_queries: int, num_keys: int
     return mask_mod(rows[:, None, None, None], head, queries[:, None], keys)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask | None, scale: float) -> Tensor:
     """Grouped-query attention; a query without keys gives zeros, in SDPA (since torch 2.5) as in flex_attention.
 
     `query` [B, H, Q, C], `key` and `value` [B, G, KV, C] with G dividing H -> [B, H, Q, C].

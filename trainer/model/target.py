@@ -116,17 +116,23 @@ def load_target(config: TargetConfig, root: Path, device: torch.device, draft: D
     """
     source = resolve_source(config, root)
     with _LOADING:
-        hf_config = _load(transformers.AutoConfig, source, config)
-        if hf_config.model_type not in MODEL_TYPES:
-            allowed = ", ".join(MODEL_TYPES)
-            raise TargetError(f"target.path {config.path}: model_type must be one of {allowed}, got {hf_config.model_type}")
-        rope_type = hf_config.rope_parameters["rope_type"]
-        if rope_type in MOVING_ROPE_TYPES:
-            refused = " or ".join(MOVING_ROPE_TYPES)
-            raise TargetError(f"target.path {config.path}: rope_type must not be {refused}, got {rope_type}")
+        hf_config = _load_config(source, config)
         target_layer_ids = resolve_target_layer_ids(draft, hf_config.num_hidden_layers)
         model = _load_weights(source, config, hf_config)
     return TargetModel(model, target_layer_ids, device)
+
+
+def load_causal_lm(config: TargetConfig, root: Path, device: torch.device) -> Any:
+    """The whole target with its head, as Hugging Face runs it: for generating. Raises TargetError as `load_target` does."""
+    source = resolve_source(config, root)
+    with _LOADING:
+        model = _load_weights(source, config, _load_config(source, config))
+    return model.requires_grad_(False).eval().to(device)
+
+
+def target_info(model: Any) -> TargetInfo:
+    """What a drafter has to know of a Hugging Face causal LM."""
+    return _info(model.config, len(model.model.layers), len(model.model.embed_tokens.weight))
 
 
 def load_tokenizer(config: TargetConfig, root: Path) -> Any:
@@ -182,6 +188,18 @@ def resolve_mask_token_id(config: DraftConfig, tokenizer: Any, info: TargetInfo)
     if not unused:
         raise ConfigError("draft.mask_token_id is required: every embedding row of the target has a token that may be in use")
     return int(max(unused))
+
+
+def _load_config(source: str, target: TargetConfig) -> Any:
+    hf_config = _load(transformers.AutoConfig, source, target)
+    if hf_config.model_type not in MODEL_TYPES:
+        allowed = ", ".join(MODEL_TYPES)
+        raise TargetError(f"target.path {target.path}: model_type must be one of {allowed}, got {hf_config.model_type}")
+    rope_type = hf_config.rope_parameters["rope_type"]
+    if rope_type in MOVING_ROPE_TYPES:
+        refused = " or ".join(MOVING_ROPE_TYPES)
+        raise TargetError(f"target.path {target.path}: rope_type must not be {refused}, got {rope_type}")
+    return hf_config
 
 
 def _load_weights(source: str, target: TargetConfig, hf_config: Any) -> Any:
