@@ -7,9 +7,11 @@ thread (all drafters are equal). Embedding and head are the target's and are not
 Sources: the layout is z-lab's; the keys are what its class, transformers, SGLang and vLLM read, old spellings included.
 """
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +55,34 @@ def save_checkpoint(folder: Path, step: int, staging: Staging, info: TargetInfo)
     Raises CheckpointError; a failed write leaves nothing new behind.
     """
     final = folder / f"step-{step}"
-    partial = folder / f".{final.name}.partial"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _write_files(partial, staging.fetch(), staging.spec, info)
-        partial.rename(final)
+        with appearing_folder(final) as partial:
+            _write_files(partial, staging.fetch(), staging.spec, info)
         _point_latest(folder, final.name)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
     return final
+
+
+@contextlib.contextmanager
+def appearing_folder(final: Path) -> Iterator[Path]:
+    """A new folder beside `final` that takes its name once all in it is on the disk, and is removed if anything fails.
+
+    Raises OSError, also if `final` is there already and not empty.
+    """
+    partial = final.parent / f".{final.name}.partial"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            _flush(path)
+        partial.rename(final)
+        _flush(final.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> DraftModel:
@@ -72,18 +90,15 @@ def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> Draft
 
     Raises CheckpointError for a folder without a whole checkpoint and for a drafter that was not made for this target.
     """
+    config = read_config(folder)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
     except OSError as error:
         raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
-    except (ValueError, SafetensorError) as error:
+    except SafetensorError as error:
         raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from None
-    try:
-        spec = _read_spec(config, dtype)
-        made_for = (config["num_target_layers"], config["hidden_size"], config["vocab_size"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: must be a DFlash drafter's, {error} is missing or wrong") from None
+    spec = _read_spec(config, dtype)
+    made_for = (config["num_target_layers"], config["hidden_size"], config["vocab_size"])
     is_for = (info.num_layers, info.hidden_size, info.vocab_size)
     if made_for != is_for:
         raise CheckpointError(
@@ -99,6 +114,22 @@ def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> Draft
         raise CheckpointError(f"{folder / 'model.safetensors'}: holds tensors that no drafter has, such as {min(unknown)}")
     model.load_state_dict(tensors)
     return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json, with every key that `checkpoint_config` writes; raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    inner = config.get("dflash_config") if isinstance(config, dict) else None
+    for key, place in [*((key, config) for key in _KEYS), *((key, inner) for key in _DFLASH_KEYS)]:
+        if not isinstance(place, dict) or key not in place:
+            raise CheckpointError(f"{path} must be a DFlash drafter's: '{key}' is missing")
+    return config
 
 
 def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
@@ -118,6 +149,25 @@ def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
         initializer_range=config["initializer_range"],
         dtype=dtype,
     )
+
+
+_DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
+_KEYS = (
+    "block_size",
+    "num_target_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "vocab_size",
+    "initializer_range",
+    "layer_types",
+    "rope_theta",
+    "dtype",
+)
 
 
 def checkpoint_config(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:
@@ -167,8 +217,6 @@ def _write_files(folder: Path, tensors: dict[str, Tensor], spec: DraftSpec, info
     config = json.dumps(checkpoint_config(spec, info), indent=2) + "\n"
     (folder / "config.json").write_text(config, encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for path in (folder / "config.json", folder / "model.safetensors", folder):
-        _flush(path)
 
 
 def _point_latest(folder: Path, name: str) -> None:

@@ -1,6 +1,7 @@
 """Small batches, drafters and targets for every trainer test."""
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     config = run.config(
         data={"path": "own"}, batch={"rows": 4}, draft={"num_anchors": 24}, run={"steps": 150, "log_every": 150}
     )
+    (root / "run.json").write_text(json.dumps(config))
     with contextlib.closing(EventLog(root / "events.jsonl")) as log:
         pipeline.train(TrainConfig.from_dict(config), root, log)
     return Trained(root / "target", root / "checkpoints" / "latest", root / "own", model, [prompt for prompt, _ in kept])

@@ -147,7 +147,7 @@ def _tensors(change: Any) -> Any:
     [
         (_remove, "no checkpoint here: "),
         (_truncate, "the checkpoint cannot be read: "),
-        (_no_dflash, "config.json: must be a DFlash drafter's, 'dflash_config' is missing or wrong"),
+        (_no_dflash, "config.json must be a DFlash drafter's: 'mask_token_id' is missing"),
         (_other_target, "made for another target: layers, width and vocabulary must be (4, 32, 64), got (30, 32, 64)"),
         (_tensors(lambda t: t.update({"fc.weight": t["norm.weight"].clone()})), "fc.weight must be [32, 64], got [32]"),
         (_tensors(lambda t: t.pop("norm.weight")), "norm.weight must be [32], got nothing"),

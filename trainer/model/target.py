@@ -135,6 +135,12 @@ def target_info(model: Any) -> TargetInfo:
     return _info(model.config, len(model.model.layers), len(model.model.embed_tokens.weight))
 
 
+def load_config(config: TargetConfig, root: Path) -> Any:
+    """The target's Hugging Face configuration; raises TargetError as `load_target` does."""
+    with _LOADING:
+        return _load_config(resolve_source(config, root), config)
+
+
 def load_tokenizer(config: TargetConfig, root: Path) -> Any:
     """The target's tokenizer (`PreTrainedTokenizerBase`); raises TargetError."""
     source = resolve_source(config, root)
