@@ -52,7 +52,7 @@ def _batch():
     positions = torch.arange(200).repeat(2, 1)
     positions[:, 90:] -= 90
     loss_mask = (positions > 5) & (doc_ids >= 0)
-    anchors, valid = sample_anchors(eligible_anchors(loss_mask, doc_ids), 150, torch.Generator().manual_seed(0))
+    anchors, valid = sample_anchors(eligible_anchors(loss_mask, doc_ids), doc_ids, 150, torch.Generator().manual_seed(0))
     return Batch(
         index=0,
         tokens=torch.randint(90, (2, 200), generator=torch.Generator().manual_seed(1)),
