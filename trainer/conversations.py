@@ -37,8 +37,7 @@ def conversations(paths: Iterable[Path], dropped: Counter[str]) -> Iterator[Mess
 def prompts(path: Path) -> Iterator[Messages]:
     """What stands before each line's first answer; what is of no use as a prompt is a DataError here."""
     for where, record in _records(path):
-        text = record.get("prompt") if isinstance(record, dict) else record
-        turns = [{"role": "user", "content": text}] if isinstance(text, str) else _turns(record, where)
+        turns = _prompt_or_turns(record, where)
         try:
             messages = _messages(turns)
         except Dropped as reason:
@@ -47,6 +46,19 @@ def prompts(path: Path) -> Iterator[Messages]:
         if not prompt or prompt[-1]["role"] != "user":
             raise DataError(f"{where}: no prompt: the user says nothing before the assistant")
         yield prompt
+
+
+def questions(paths: Iterable[Path], dropped: Counter[str]) -> Iterator[Messages]:
+    """Chats without their answers; a line may be a prompt, too. Those that ask nothing are counted by reason."""
+    for path in paths:
+        for where, record in _records(path):
+            try:
+                messages = _messages(_prompt_or_turns(record, where))
+                if not any(message["role"] == "user" for message in before_answer(messages)):
+                    raise Dropped("the user says nothing before the assistant")
+                yield [message for message in messages if message["role"] != "assistant"]
+            except Dropped as reason:
+                dropped[str(reason)] += 1
 
 
 def before_answer(messages: Messages) -> Messages:
@@ -71,6 +83,11 @@ def _json(line: bytes, where: str) -> Any:
         return json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}") from None
+
+
+def _prompt_or_turns(record: Any, where: str) -> list[Any]:
+    text = record.get("prompt") if isinstance(record, dict) else record
+    return [{"role": "user", "content": text}] if isinstance(text, str) else _turns(record, where)
 
 
 def _turns(record: Any, where: str) -> list[Any]:

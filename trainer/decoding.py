@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from trainer.errors import ConfigError
 from trainer.model.draft import DraftModel, KeysValues
 
 
@@ -227,6 +228,21 @@ def rejection_sample(target_TV: Tensor, draft_TV: Tensor, drafted: Tensor, sampl
     left_V = left_TV[num_accepted]
     left_V = torch.where(left_V.sum() > 0, left_V, target_TV[num_accepted])  # equal but for rounding: any draw will do
     return num_accepted, sampling.draw(left_V[None])[0]
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> set[int]:
+    """What ends a response: the end tokens of the tokenizer, of the model and of its generation settings."""
+    found: set[int] = set()
+    for value in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
+        found.update([] if value is None else [value] if isinstance(value, int) else value)
+    return found
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of a `--device` option; raises ConfigError."""
+    if name != "cpu" and not (name.startswith("cuda:") and name[5:].isdecimal() and int(name[5:]) < torch.cuda.device_count()):
+        raise ConfigError(f"--device must be cpu or one of the {torch.cuda.device_count()} GPUs as cuda:N, got {name}")
+    return torch.device(name)
 
 
 def _ids(tokens: Sequence[int], device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from trainer.checkpoint import load_checkpoint
 from trainer.config import Dtype, TargetConfig
 from trainer.conversations import prompts
 from trainer.dataset import open_shards
-from trainer.decoding import Response, Sampling, decode, decode_with_drafter
+from trainer.decoding import Response, Sampling, decode, decode_with_drafter, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog
 from trainer.model.target import load_causal_lm, load_tokenizer, target_info, tokenizer_digest
@@ -63,7 +63,7 @@ class Pair:
 
 def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: None) -> dict[str, Any]:
     """The document. `tell` is called after each prompt. Raises TrainerError."""
-    device = _device(settings.device)
+    device = usable_device(settings.device)
     tokenizer = load_tokenizer(settings.target, Path())
     given = read_prompts(settings.prompts, tokenizer)[: settings.limit]
     model = load_causal_lm(settings.target, Path(), device)
@@ -105,14 +105,6 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
         found = [tokens[: int(np.argmax(mask))].tolist() for tokens, mask in map(shards.document, range(len(shards)))]
     if not found:
         raise DataError(f"{path}: there is no prompt here")
-    return found
-
-
-def stop_token_ids(model: Any, tokenizer: Any) -> set[int]:
-    """What ends a response: the end tokens of the tokenizer, of the model and of its generation settings."""
-    found: set[int] = set()
-    for value in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
-        found.update([] if value is None else [value] if isinstance(value, int) else value)
     return found
 
 
@@ -203,12 +195,6 @@ def _check_prompt(where: str, prompt: Collection[int], vocab_size: int) -> None:
         raise DataError(f"{where} has no token")
     if max(prompt) >= vocab_size:
         raise DataError(f"{where} holds token id {max(prompt)}, the target's vocabulary has {vocab_size}")
-
-
-def _device(name: str) -> torch.device:
-    if name != "cpu" and not (name.startswith("cuda:") and name[5:].isdecimal() and int(name[5:]) < torch.cuda.device_count()):
-        raise ConfigError(f"--device must be cpu or one of the {torch.cuda.device_count()} GPUs as cuda:N, got {name}")
-    return torch.device(name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
