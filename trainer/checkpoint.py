@@ -1,6 +1,7 @@
 """Checkpoints of the drafter in z-lab's flat layout, written so that a reader never sees half of one.
 
-`checkpoints/step-<n>/` holds config.json and model.safetensors; `checkpoints/latest` is a symbolic link to the newest.
+`checkpoints/step-<n>/` holds config.json and model.safetensors; `checkpoints/latest` is a symbolic link to the newest. The
+newest holds `training/` too, from which a run is resumed: fp32 parameters, statistics of the optimizer, the step.
 A folder appears under its name by one rename, after everything in it has reached the disk. Written by one drafter
 thread (all drafters are equal). Embedding and head are the target's and are not in it.
 
@@ -11,7 +12,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.config import TrainConfig
 from trainer.errors import CheckpointError
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
+
+_TRAINING = "training"
+"""Folder inside a checkpoint."""
 
 
 class Staging:
@@ -49,16 +55,50 @@ class Staging:
         return self._host
 
 
-def save_checkpoint(folder: Path, step: int, staging: Staging, info: TargetInfo) -> Path:
-    """Write `folder/step-<step>` and point `folder/latest` at it; returns it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingState:
+    """What a run goes on from, bit for bit. Order of data and anchors follow from the step and the seed."""
 
-    Raises CheckpointError; a failed write leaves nothing new behind.
+    step: int
+    """Steps done."""
+    tensors: Mapping[str, Tensor]
+    """`DraftOptimizer.state_tensors`."""
+    trained_with: Mapping[str, Any]
+    """`trained_with` of its run."""
+
+
+def trained_with(config: TrainConfig, data_checksum: str) -> dict[str, Any]:
+    """The values that a resumed run has to share with the run it resumes."""
+    shared = {f"draft.{key}": value for key, value in asdict(config.draft).items()}
+    shared |= {f"batch.{key}": value for key, value in asdict(config.batch).items()}
+    shared |= {f"optim.{key}": value for key, value in asdict(config.optim).items()}
+    shared |= {"run.steps": config.run.steps, "run.seed": config.run.seed}
+    shared |= {"number of drafters": len(config.pipeline.drafter_devices), "checksum of data.path": data_checksum}
+    return shared
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    staging: Staging,
+    info: TargetInfo,
+    state: TrainingState | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Write `folder/step-<step>`, point `folder/latest` at it and remove what is older than the newest `keep`; returns it.
+
+    Raises CheckpointError; a failed write leaves nothing new behind. `state` goes into a folder of its own, because servers
+    read every file of tensors beside config.json, and older checkpoints lose theirs: it is six times their size.
     """
     final = folder / f"step-{step}"
     try:
         with appearing_folder(final) as partial:
             _write_files(partial, staging.fetch(), staging.spec, info)
+            if state is not None:
+                (partial / _TRAINING).mkdir()
+                _write_state(partial / _TRAINING, state)
         _point_latest(folder, final.name)
+        _remove_older(folder, final, keep)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
     return final
@@ -76,7 +116,7 @@ def appearing_folder(final: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
-        for path in (*partial.iterdir(), partial):
+        for path in (*partial.rglob("*"), partial):
             _flush(path)
         partial.rename(final)
         _flush(final.parent)
@@ -114,6 +154,25 @@ def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> Draft
         raise CheckpointError(f"{folder / 'model.safetensors'}: holds tensors that no drafter has, such as {min(unknown)}")
     model.load_state_dict(tensors)
     return model
+
+
+def load_training_state(folder: Path, expected: Mapping[str, Any]) -> TrainingState:
+    """What `save_checkpoint` kept in `folder`, in host memory; raises CheckpointError, also if not trained as `expected`."""
+    path = folder / _TRAINING
+    try:
+        told = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        tensors = load_file(path / "state.safetensors")
+        step, before = told["step"], told["trained_with"]
+    except OSError as error:
+        raise CheckpointError(
+            f"run.resume {folder}: nothing to resume from, only the newest checkpoint of a run has it: {error}"
+        ) from None
+    except (ValueError, SafetensorError, LookupError, TypeError) as error:
+        raise CheckpointError(f"run.resume {folder}: the training state cannot be read: {error}") from None
+    for key, value in json.loads(json.dumps(expected)).items():
+        if before.get(key) != value:
+            raise CheckpointError(f"run.resume {folder}: {key} must be what it was, {before.get(key)!r}, got {value!r}")
+    return TrainingState(step=step, tensors=tensors, trained_with=before)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -217,6 +276,26 @@ def _write_files(folder: Path, tensors: dict[str, Tensor], spec: DraftSpec, info
     config = json.dumps(checkpoint_config(spec, info), indent=2) + "\n"
     (folder / "config.json").write_text(config, encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_state(folder: Path, state: TrainingState) -> None:
+    told = {"step": state.step, "trained_with": state.trained_with}
+    (folder / "state.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.tensors.items()}
+    save_file(tensors, folder / "state.safetensors")
+
+
+def _remove_older(folder: Path, newest: Path, keep: int | None) -> None:
+    def step(path: Path) -> int:
+        return int(path.name.removeprefix("step-"))
+
+    older = sorted((path for path in folder.glob("step-*") if step(path) < step(newest)), key=step)
+    num_kept = len(older) if keep is None else keep - 1
+    for path in older[: len(older) - num_kept]:
+        shutil.rmtree(path)
+    for path in older:
+        if (path / _TRAINING).exists():
+            shutil.rmtree(path / _TRAINING)
 
 
 def _point_latest(folder: Path, name: str) -> None:

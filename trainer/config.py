@@ -131,6 +131,10 @@ class RunConfig:
     """Steps between two log lines. Their loss is that of all these steps, their accuracy and acceptance of the last one."""
     checkpoint_every: int = field(default=1000, metadata=_bounds(1))
     """Steps between two checkpoints; the last step always writes one."""
+    keep_checkpoints: int | None = field(default=None, metadata=_bounds(1))
+    """The newest so many stay; what a run is resumed from is kept of the newest alone. None: all stay."""
+    resume: str | None = None
+    """Checkpoint folder of an earlier run to go on from, with the same drafter, data, batches, optimizer, steps and seed."""
     validate_every: int | None = field(default=None, metadata=_bounds(1))
     """Steps between two looks at the held-out split; the last step always takes one. None: never."""
     validate_batches: int = field(default=8, metadata=_bounds(1))

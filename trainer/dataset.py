@@ -47,6 +47,8 @@ class Shards:
     tokens: NDArray[np.uint32]
     offsets: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
+    checksum: str = ""
+    """Tells the documents from others; empty if they come from no file."""
 
     def __len__(self) -> int:
         """Documents."""
@@ -86,6 +88,7 @@ def open_shards(path: Path, split: Split) -> Shards:
         tokens=arrays["tokens"],
         offsets=offsets,
         loss_mask=arrays["loss_mask"],
+        checksum=hashlib.sha256("".join(checksums.values()).encode()).hexdigest(),
     )
 
 

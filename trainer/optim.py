@@ -6,7 +6,7 @@ here synchronises but `check`. Each optimizer belongs to one drafter thread.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ class DraftOptimizer:
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """Give every parameter of `model` a zero gradient; the model already lies on its device."""
-        parameters = list(model.parameters())
+        self._named = dict(model.named_parameters())
+        parameters = list(self._named.values())
         device = parameters[0].device
         self._config = config
         self.flat_grad = _flat_gradient(parameters)
@@ -47,6 +48,30 @@ class DraftOptimizer:
             {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(groups, lr=self._lr, betas=(optim.beta1, optim.beta2), fused=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What later steps depend on: `parameter/NAME` and its statistics, such as `exp_avg/NAME`. No copies."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._named.items():
+            found[f"parameter/{name}"] = parameter.detach()
+            found |= {f"{kind}/{name}": value for kind, value in self._state(parameter).items()}
+        return found
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from the `state_tensors` of an equal drafter; what exists stays at its address."""
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            parameter = self._named[name]
+            if kind == "parameter":
+                parameter.copy_(value)
+            else:
+                held = self._state(parameter)
+                held[kind] = held[kind].copy_(value) if kind in held else value.to(parameter.device, copy=True)
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._adamw.state[parameter]
+        return state
 
     def zero_grad(self) -> None:
         """Set the gradient to zero, in place."""
