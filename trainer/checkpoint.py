@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.config import TrainConfig
 from trainer.errors import CheckpointError
-from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
+from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, layer_windows
 
 _TRAINING = "training"
 """Folder inside a checkpoint."""
@@ -206,6 +206,7 @@ def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
         rms_norm_eps=config["rms_norm_eps"],
         rope_theta=config["rope_theta"],
         initializer_range=config["initializer_range"],
+        layer_windows=layer_windows(config["layer_types"], config["sliding_window"]),
         dtype=dtype,
     )
 
@@ -224,6 +225,7 @@ _KEYS = (
     "vocab_size",
     "initializer_range",
     "layer_types",
+    "sliding_window",
     "rope_theta",
     "dtype",
 )
@@ -255,9 +257,9 @@ def checkpoint_config(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:
         "initializer_range": spec.initializer_range,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "layer_types": ["full_attention"] * spec.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in spec.layer_windows],
+        "use_sliding_window": any(spec.layer_windows),
+        "sliding_window": next(filter(None, spec.layer_windows), None),
         "max_window_layers": spec.num_layers,
         "rope_theta": spec.rope_theta,
         "rope_scaling": None,

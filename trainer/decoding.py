@@ -22,6 +22,7 @@ import transformers
 from torch import Tensor
 
 from trainer.errors import ConfigError
+from trainer.model.attention import decoding_mask
 from trainer.model.draft import DraftModel, KeysValues
 
 
@@ -128,8 +129,10 @@ class CachedDrafter:
         tokens[0, 0] = anchor
         rotary = self.model.rotary(self._length + torch.arange(num_drafted + 1, device=tokens.device)[None])
         hidden = F.embedding(tokens, self._embedding).to(self.model.spec.dtype)
-        for layer, context in zip(self.model.layers, self._context, strict=True):
-            hidden = layer(hidden, context, rotary, None)
+        windows = self.model.spec.layer_windows
+        masks = {w: decoding_mask(self._length, num_drafted + 1, w, tokens.device) for w in set(windows) if w is not None}
+        for layer, context, window in zip(self.model.layers, self._context, windows, strict=True):
+            hidden = layer(hidden, context, rotary, masks.get(window))
         return self.model.norm(hidden)[0, 1:].to(self._head.dtype) @ self._head.T
 
 

@@ -15,14 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.anchors import block_labels
 from trainer.batch import NO_DOCUMENT
 from trainer.checkpoint import Staging, save_checkpoint
 from trainer.graphs import DeviceClock, Graphs, compiled
-from trainer.loss import LossParts, drafter_loss
+from trainer.loss import LossParts, blocks_loss
 from trainer.metrics import StepMetrics
-from trainer.model.attention import draft_mask
-from trainer.model.draft import DraftModel, TargetInfo, copy_draft, forward_blocks
+from trainer.model.draft import DraftModel, TargetInfo, copy_draft
 from trainer.optim import DraftOptimizer, learning_rate
 from trainer.slots import Slot, make_slot
 from trainer.wiring import STALL_S, StepReport, Validated, Wiring, enter
@@ -202,10 +200,7 @@ class Drafter:
 
     def _loss(self, slot: Slot) -> tuple[LossParts, Tensor]:
         """The loss of the slot's blocks, and their weights [B, N, K]."""
-        features, size = slot.features, self._spec.block_size
-        labels, weights = block_labels(features.batch, size, self._config.loss_gamma)
-        hidden = forward_blocks(self._forward, self._parts.embedding, features, draft_mask(features.batch, size))
-        return drafter_loss(hidden, self._parts.head, labels, weights), weights
+        return blocks_loss(self._config, self._forward, (self._parts.embedding, self._parts.head), slot.features)
 
     def _apply(self) -> None:
         self._grad_norm.copy_(self._optimizer.apply(self._sums[0], self._sums[1]))

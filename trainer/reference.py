@@ -11,12 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trainer.anchors import block_labels
 from trainer.batch import Batch, FeatureBatch
 from trainer.config import TrainConfig
-from trainer.loss import drafter_loss
-from trainer.model.attention import draft_mask
-from trainer.model.draft import DraftModel, copy_draft, forward_blocks
+from trainer.loss import blocks_loss
+from trainer.model.draft import DraftModel, copy_draft
 from trainer.model.target import TargetModel
 from trainer.optim import DraftOptimizer
 from trainer.packing import batches
@@ -53,11 +51,7 @@ def _accumulate(
     config: TrainConfig, row: Batch, target: TargetModel, model: DraftModel, ends: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Add a row's gradient; returns its loss sum and weight sum."""
-    embedding, head = ends
-    size = config.draft.block_size
     features = FeatureBatch(batch=row, context_features=target.context_features(row, eager=True))
-    labels, weights = block_labels(row, size, config.loss_gamma)
-    hidden = forward_blocks(model, embedding, features, draft_mask(row, size))
-    loss = drafter_loss(hidden, head, labels, weights, eager=True)
+    loss, _ = blocks_loss(config, model, ends, features, eager=True)
     loss.loss_sum.backward()
     return loss.loss_sum.detach(), loss.weight_sum

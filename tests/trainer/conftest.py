@@ -103,6 +103,7 @@ def _make_spec(**changes: object) -> DraftSpec:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "initializer_range": 0.02,
+        "layer_windows": (None, None),
         "dtype": torch.float32,
     }
     return DraftSpec(**(values | changes))  # type: ignore[arg-type]

@@ -53,7 +53,9 @@ def test_flat_loads_and_computes_in_the_classes_of_others(trained: Any, tmp_path
     context, block = torch.randn(1, 5, 64), torch.randn(1, 4, 32)
     positions = torch.arange(9)[None]
     theirs = model.eval()(position_ids=positions, noise_embedding=block, target_hidden=context)
-    torch.testing.assert_close(ours(context, positions[:, :5], block, positions[:, 5:], None), theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours(context, positions[:, :5], block, positions[:, 5:], {None: None}), theirs, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_speculators_format_loads_with_nothing_missing_or_unexpected(trained: Any, tmp_path: Path) -> None:

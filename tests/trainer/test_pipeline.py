@@ -24,7 +24,7 @@ from trainer.config import TrainConfig
 from trainer.dataset import open_shards
 from trainer.errors import ConfigError, DataError, NonFiniteError, TrainerError, WorkerError
 from trainer.events import EventLog
-from trainer.loss import LossParts, drafter_loss
+from trainer.loss import LossParts, blocks_loss, drafter_loss
 from trainer.model.attention import draft_mask
 from trainer.model.draft import build_draft, forward_blocks, resolve_draft
 from trainer.model.target import TargetModel, load_target
@@ -83,7 +83,7 @@ def forward(batch: Batch, target: TargetModel, model: Any, config: TrainConfig) 
     size = config.draft.block_size
     features = FeatureBatch(batch=batch, context_features=target.context_features(batch))
     labels, weights = block_labels(batch, size, config.loss_gamma)
-    hidden = forward_blocks(model, target.embedding, features, draft_mask(batch, size))
+    hidden = forward_blocks(model, target.embedding, features, {None: draft_mask(batch, size)})
     return drafter_loss(hidden, target.head, labels, weights)
 
 
@@ -230,7 +230,7 @@ def expect_failure(config: dict[str, Any], folder: Path, worker: str | None, err
         (trainer.pipeline, "load_target", "load"),
         (TargetModel, "context_features", "target-1"),
         (trainer.drafter, "copy_draft", "draft-1"),
-        (trainer.drafter, "drafter_loss", "draft-0"),
+        (trainer.drafter, "blocks_loss", "draft-0"),
     ],
 )
 def test_a_death_before_the_gate_ends_the_run(
@@ -282,7 +282,7 @@ def test_a_drafter_that_dies_while_the_target_sends_ends_the_run(
         until(lambda: channels["free-0-0"].statistics().receive_wait_s > before + 0.02)
 
     error = InjectedError("mid-send")
-    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 3, error, first=target_waits_for_room)
+    fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-0", 3, error, first=target_waits_for_room)
     last = expect_failure(tiny_run.config(run={"steps": 10_000}), tmp_path, "draft-0", error)
     assert last["step"] == 2
 
@@ -305,7 +305,7 @@ def test_a_drafter_that_dies_after_the_others_have_left_ends_the_run(
 ) -> None:
     error = InjectedError("after close")
     alone = lambda: until(lambda: workers_alive() == ["draft-0"])  # noqa: E731
-    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 2, error, first=alone)
+    fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-0", 2, error, first=alone)
     config = tiny_run.config(pipeline={"channel_capacity": 64})
     assert expect_failure(config, tmp_path, "draft-0", error)["step"] == 1
 
@@ -317,7 +317,7 @@ def test_a_drafter_that_dies_while_others_wait_for_it_ends_the_run(
     monkeypatch.setattr(trainer.wiring, "DrafterSum", recording(trainer.wiring.DrafterSum, meetings))
     others_wait = lambda: until(lambda: meetings[0]._barrier.n_waiting == 2)  # noqa: E731
     error = InjectedError("in the barrier")
-    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-1", 4, error, first=others_wait)
+    fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-1", 4, error, first=others_wait)
     last = expect_failure(tiny_run.config(drafters=3, run={"steps": 10_000}), tmp_path, "draft-1", error)
     assert last["step"] == 3
 
@@ -352,12 +352,12 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_applied(
 ) -> None:
     calls = itertools.count(1)
 
-    def poisoned(*args: Any) -> LossParts:
-        loss = drafter_loss(*args)
+    def poisoned(*args: Any) -> tuple[LossParts, torch.Tensor]:
+        loss, weights = blocks_loss(*args)
         bad = threading.current_thread().name == thread and next(calls) == 4
-        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if bad else loss
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if bad else loss, weights
 
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", poisoned)
     with pytest.raises(NonFiniteError, match=r"step \d .*batches 4\.\.5"):
         run(tiny_run.config(drafters=2), tmp_path)
     last = events_of(tmp_path)[-1]
@@ -374,13 +374,13 @@ def test_a_step_that_was_not_applied_is_not_saved(tiny_run: Any, tmp_path: Path,
         train(drafter, *args)
         training.now = False
 
-    def poisoned(*args: Any) -> LossParts:
-        loss = drafter_loss(*args)
-        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if next(calls) == 3 else loss
+    def poisoned(*args: Any) -> tuple[LossParts, torch.Tensor]:
+        loss, weights = blocks_loss(*args)
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if next(calls) == 3 else loss, weights
 
     monkeypatch.setattr(trainer.drafter.Drafter, "train", as_on_a_gpu)
     monkeypatch.setattr(DraftOptimizer, "check", lambda *args: None if getattr(training, "now", False) else check(*args))
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", poisoned)
     with pytest.raises(NonFiniteError, match="step 2 "):
         run(tiny_run.config(run={"steps": 8, "log_every": 100, "checkpoint_every": 4}), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
@@ -399,7 +399,7 @@ def test_a_full_disk_ends_the_run_with_its_first_cause(
 
     monkeypatch.setattr(EventLog, "write", failing)
     if full == "failed":
-        fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 4, death)
+        fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-0", 4, death)
     with pytest.raises((TrainerError, InjectedError)) as caught:
         run(tiny_run.config(drafters=2, run={"steps": 10_000}), tmp_path)
     assert caught.value is (death if full == "failed" else no_room)
@@ -439,13 +439,13 @@ def test_more_gpus_than_there_are_is_told_before_anything_is_loaded(
 
 def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    original = trainer.drafter.drafter_loss
+    original = trainer.drafter.blocks_loss
 
-    def hanging(*args: Any) -> LossParts:
+    def hanging(*args: Any) -> Any:
         release.wait(ENDS_WITHIN_S)
         return original(*args)
 
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", hanging)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", hanging)
     monkeypatch.setattr(trainer.pipeline, "STALL_S", 0.5)
     monkeypatch.setattr(trainer.pipeline, "JOIN_S", 0.1)
     with pytest.raises(WorkerError, match=r"no worker has moved for 0\.5 s: .*draft-0"):

@@ -13,6 +13,7 @@ Source: DFlash (arXiv 2602.06036).
 """
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.anchors import block_input_ids, block_positions
-from trainer.batch import FeatureBatch
+from trainer.batch import Batch, FeatureBatch
 from trainer.config import DraftConfig
 from trainer.errors import ConfigError
-from trainer.model.attention import AttentionMask, attend
+from trainer.model.attention import AttentionMask, attend, draft_mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,8 @@ class DraftSpec:
     rms_norm_eps: float
     rope_theta: float
     initializer_range: float
+    layer_windows: tuple[int | None, ...]
+    """Of each layer: None attends to all, a number slides and is causal inside a block."""
     dtype: torch.dtype
     """Of the computation; parameters are fp32."""
 
@@ -111,12 +114,18 @@ def resolve_draft(config: DraftConfig, info: TargetInfo, mask_token_id: int) -> 
         rms_norm_eps=info.rms_norm_eps,
         rope_theta=info.rope_theta,
         initializer_range=info.initializer_range,
+        layer_windows=layer_windows(config.layer_types or ["full_attention"] * config.num_layers, config.sliding_window),
         dtype=getattr(torch, config.dtype),
     )
 
 
 KeysValues = tuple[Tensor, Tensor]
 """A layer's keys and values of some slots, [B, G, T, C] each, the keys rotated."""
+
+
+def layer_windows(layer_types: Sequence[str], sliding_window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer of these types, as a checkpoint's configuration names them."""
+    return tuple(sliding_window if kind == "sliding_attention" else None for kind in layer_types)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,17 +257,18 @@ class DraftModel(nn.Module):
         context_positions: Tensor,
         block_embeds: Tensor,
         block_positions: Tensor,
-        mask: AttentionMask,
+        masks: Mapping[int | None, AttentionMask | None],
     ) -> Tensor:
         """Hidden states of the block slots after the final norm: [B, Q, E] in the compute type.
 
-        `context_features` [B, S, L*D], `context_positions` [B, S], `block_embeds` [B, Q, E], `block_positions` [B, Q].
+        `context_features` [B, S, L*D], `context_positions` [B, S], `block_embeds` [B, Q, E], `block_positions` [B, Q]; a mask
+        for each window that a layer has.
         """
         context_BSE = self.context(context_features)
         context_rotary, rotary = self.rotary(context_positions), self.rotary(block_positions)
         x_BQE = block_embeds.to(self.spec.dtype)
-        for layer in self.layers:
-            x_BQE = layer(x_BQE, layer.self_attn.keys_values(context_BSE, context_rotary), rotary, mask)
+        for layer, window in zip(self.layers, self.spec.layer_windows, strict=True):
+            x_BQE = layer(x_BQE, layer.self_attn.keys_values(context_BSE, context_rotary), rotary, masks[window])
         return self.norm(x_BQE)
 
     def context(self, context_features: Tensor) -> Tensor:
@@ -288,8 +298,15 @@ def copy_draft(model: DraftModel, device: torch.device) -> DraftModel:
     return copy.deepcopy(model).to(device)
 
 
-def forward_blocks(model: nn.Module, embedding_VE: Tensor, features: FeatureBatch, mask: AttentionMask) -> Tensor:
-    """Hidden states of all blocks of a batch at once, [B, N, K, E]; `mask` is `draft_mask` of the same batch.
+def draft_masks(batch: Batch, spec: DraftSpec) -> dict[int | None, AttentionMask]:
+    """What the layers of a drafter see of a batch, by window."""
+    return {window: draft_mask(batch, spec.block_size, window) for window in dict.fromkeys(spec.layer_windows)}
+
+
+def forward_blocks(
+    model: nn.Module, embedding_VE: Tensor, features: FeatureBatch, masks: Mapping[int | None, AttentionMask]
+) -> Tensor:
+    """Hidden states of all blocks of a batch at once, [B, N, K, E]; `masks` are `draft_masks` of the same batch.
 
     `model` is a DraftModel or its compilation.
     """
@@ -298,5 +315,5 @@ def forward_blocks(model: nn.Module, embedding_VE: Tensor, features: FeatureBatc
     input_ids_BNK = block_input_ids(batch, block_size, spec.mask_token_id)
     embeds_BQE = F.embedding(input_ids_BNK.flatten(1), embedding_VE)
     positions_BQ = block_positions(batch, block_size).flatten(1)
-    hidden_BQE = model(features.context_features, batch.positions, embeds_BQE, positions_BQ, mask)
+    hidden_BQE = model(features.context_features, batch.positions, embeds_BQE, positions_BQ, masks)
     return hidden_BQE.unflatten(1, (-1, block_size))
