@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainer.anchors import eligible_anchors, sample_anchors
 from trainer.batch import NO_DOCUMENT, Batch
@@ -19,7 +20,7 @@ from trainer.dataset import Shards
 
 _WINDOW_ROWS = 256
 """Rows that are packed together; more waste less and mix the order less."""
-_ORDER, _ANCHORS = 0, 1
+_ORDER, _ANCHORS, _NOISE = 0, 1, 2
 """Random streams of one seed."""
 
 
@@ -85,6 +86,17 @@ def _batch_rows(lengths: NDArray[np.int64], config: TrainConfig) -> Iterator[lis
         yield from _epoch(lengths, config, epoch)
 
 
+def add_noise(features_SL: Tensor, config: TrainConfig, index: int, row: int) -> None:
+    """Add `draft.feature_noise` to the context features of one row of batch `index`; what is added depends on nothing else."""
+    generator = torch.Generator(features_SL.device).manual_seed(_seed(config, _NOISE, index, row))
+    half = config.draft.feature_noise * 3**0.5  # a uniform distribution of this half width has the deviation asked for
+    features_SL += torch.empty_like(features_SL).uniform_(-half, half, generator=generator)
+
+
+def _seed(config: TrainConfig, *stream: int) -> int:
+    return int(np.random.SeedSequence([config.run.seed, *stream]).generate_state(1, np.uint64)[0])
+
+
 def _epoch(lengths: NDArray[np.int64], config: TrainConfig, epoch: int) -> Iterator[list[list[int]]]:
     rows = pack(lengths, config.batch.row_tokens, np.random.default_rng([config.run.seed, _ORDER, epoch]))
     while group := list(itertools.islice(rows, config.batch.rows)):
@@ -118,8 +130,7 @@ def _blank_arrays(config: TrainConfig) -> tuple[NDArray[np.int64], NDArray[np.in
 
 def _from_arrays(config: TrainConfig, index: int, arrays: tuple[NDArray[np.generic], ...]) -> Batch:
     tokens, positions, doc_ids, loss_mask = (torch.from_numpy(array) for array in arrays)
-    state = np.random.SeedSequence([config.run.seed, _ANCHORS, index + 1]).generate_state(1, np.uint64)
-    generator = torch.Generator().manual_seed(int(state[0]))
+    generator = torch.Generator().manual_seed(_seed(config, _ANCHORS, index + 1))
     anchors, valid = sample_anchors(eligible_anchors(loss_mask, doc_ids), doc_ids, config.draft.num_anchors, generator)
     return Batch(
         index=index,

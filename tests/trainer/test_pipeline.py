@@ -22,7 +22,7 @@ from trainer.batch import Batch, FeatureBatch
 from trainer.channel import Channel
 from trainer.config import TrainConfig
 from trainer.dataset import open_shards
-from trainer.errors import ConfigError, DataError, NonFiniteError, TrainerError, WorkerError
+from trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, TrainerError, WorkerError
 from trainer.events import EventLog
 from trainer.loss import LossParts, blocks_loss, drafter_loss
 from trainer.model.attention import draft_mask
@@ -30,6 +30,7 @@ from trainer.model.draft import build_draft, forward_blocks, resolve_draft
 from trainer.model.target import TargetModel, load_target
 from trainer.optim import DraftOptimizer, learning_rate
 from trainer.packing import batches
+from trainer.reference import plain_losses
 from trainer.wiring import Mailbox
 
 ENDS_WITHIN_S = 30
@@ -97,6 +98,84 @@ def test_the_pipeline_is_a_plain_loop(tiny_run: Any, tmp_path: Path, targets: in
     assert [event["loss"] for event in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-5, abs=0)
     assert [event["grad_norm"] for event in steps] == pytest.approx([norm for _, norm in expected], rel=1e-4, abs=0)
     assert workers_alive() == []
+
+
+RECIPES: dict[str, dict[str, dict[str, object]]] = {
+    "dpace": {"optim": {"loss_weights": "dpace"}},
+    "distillation": {"optim": {"loss_labels": "logits"}},
+    "muon": {"optim": {"optimizer": "muon", "weight_decay": 0.1}},
+    "noise": {"draft": {"feature_noise": 0.5}},
+    "sliding": {
+        "draft": {"num_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    },
+    "blocks of 8": {"draft": {"block_size": 8}},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_plain_loop_too_and_not_the_default(tiny_run: Any, tmp_path: Path, recipe: str) -> None:
+    losses = {}
+    for name, sections in (("default", {}), (recipe, RECIPES[recipe])):
+        (tmp_path / name).mkdir()
+        config = tiny_run.config(drafters=2, **sections)
+        run(config, tmp_path / name)
+        losses[name] = [event["loss"] for event in events_of(tmp_path / name, "step")]
+        settings = TrainConfig.from_dict(config)
+        expected = plain_losses(settings, trainer.pipeline.load_all(settings), 6)
+        assert losses[name] == pytest.approx(expected, rel=1e-4)
+    assert losses[recipe] != pytest.approx(losses["default"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("targets", "drafters", "recipe"), [(1, 1, "noise"), (2, 3, "muon")])
+def test_a_resumed_run_goes_on_bit_for_bit(tiny_run: Any, tmp_path: Path, targets: int, drafters: int, recipe: str) -> None:
+    def config(**run: object) -> dict[str, Any]:
+        made: dict[str, Any] = tiny_run.config(targets=targets, drafters=drafters, run=run, **RECIPES[recipe])
+        return made
+
+    folders = [tmp_path / name for name in ("straight", "cut", "resumed")]
+    for folder in folders:
+        folder.mkdir()
+    straight, cut, resumed = folders
+    run(config(), straight)
+    stop: Mailbox = queue.SimpleQueue()
+    saved = trainer.drafter.save_checkpoint
+
+    def saved_then_killed(*args: Any) -> Path:
+        path = saved(*args)
+        stop.put(InjectedError("killed"))
+        return path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.drafter, "save_checkpoint", saved_then_killed)
+        with pytest.raises(InjectedError):
+            run(config(checkpoint_every=4), cut, stop)
+    run(config(resume=str(cut / "checkpoints" / "step-4")), resumed)
+    losses = [
+        [(event["step"], event["loss"], event["grad_norm"]) for event in events_of(f, "step")] for f in (straight, resumed)
+    ]
+    assert losses[1] == losses[0][4:]
+    tensors = [(folder / "checkpoints" / "step-6" / "model.safetensors").read_bytes() for folder in (straight, resumed)]
+    assert tensors[0] == tensors[1]
+    states = [load_file(folder / "checkpoints" / "step-6" / "training" / "state.safetensors") for folder in (straight, resumed)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_run_that_cannot_be_resumed_is_refused_before_it_starts(tiny_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    run(tiny_run.config(), tmp_path / "first")
+    checkpoint = str(tmp_path / "first" / "checkpoints" / "latest")
+    for sections, sentence in (
+        ({"run": {"resume": checkpoint}}, "latest: all 6 steps are done"),
+        ({"run": {"resume": checkpoint, "steps": 9}}, "run.steps must be what it was, 6, got 9"),
+        ({"run": {"resume": checkpoint, "seed": 1}}, "run.seed must be what it was, 0, got 1"),
+        ({"run": {"resume": "no/where"}}, "no/where: nothing to resume from"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            run(tiny_run.config(**sections), tmp_path)
+        assert events_of(tmp_path)[-1]["event"] == "failed"
+        assert not (tmp_path / "checkpoints").exists()
+        (tmp_path / "events.jsonl").unlink()
 
 
 def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
