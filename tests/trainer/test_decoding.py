@@ -1,9 +1,11 @@
 """Speculative decoding is lossless: greedy to the token, sampled in distribution; z-lab's own loop is the judge."""
 
 import itertools
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +44,29 @@ def test_greedy_tokens_are_those_of_plain_decoding_and_z_labs_rounds_are_ours(
         assert theirs.acceptance_lengths == [verification.num_produced for verification in ours.rounds]
         rounds += ours.rounds
     assert {verification.num_accepted for verification in rounds} == {0, 1, 2, 3}  # else this would prove little
+
+
+def test_a_sliding_drafter_is_decoded_as_z_lab_decodes_it(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.model._cuda_time", time.perf_counter)
+    config = json.loads((trained.checkpoint / "config.json").read_text())
+    config |= {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((trained.checkpoint / "model.safetensors").read_bytes())
+    sliding = load_checkpoint(tmp_path, target_info(trained.model), torch.float32)
+    assert sliding.spec.layer_windows == (5,)
+    full = load_checkpoint(trained.checkpoint, target_info(trained.model), torch.float32)
+    judge = DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    rounds: dict[str, list[int]] = {"sliding": [], "full": []}
+    for prompt in trained.prompts:
+        ours = decode_with_drafter(trained.model, sliding, prompt, 16, STOP, greedy())
+        theirs = dflash_generate(judge, trained.model, torch.tensor([prompt]), 16, list(STOP), return_stats=True)
+        assert theirs.output_ids[0, len(prompt) :].tolist() == ours.tokens
+        assert theirs.acceptance_lengths == [verification.num_produced for verification in ours.rounds]
+        rounds["sliding"] += theirs.acceptance_lengths
+        rounds["full"] += [r.num_produced for r in decode_with_drafter(trained.model, full, prompt, 16, STOP, greedy()).rounds]
+    assert rounds["sliding"] != rounds["full"]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5])

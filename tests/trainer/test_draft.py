@@ -11,7 +11,7 @@ from trainer.checkpoint import Staging, save_checkpoint
 from trainer.config import DraftConfig
 from trainer.errors import ConfigError
 from trainer.model.attention import dense_mask, draft_mask
-from trainer.model.draft import build_draft, forward_blocks, resolve_draft, resolve_target_layer_ids
+from trainer.model.draft import build_draft, draft_masks, forward_blocks, resolve_draft, resolve_target_layer_ids
 
 CPU = torch.device("cpu")
 
@@ -33,10 +33,10 @@ def embedding():
     return torch.randn(64, 32, generator=torch.Generator().manual_seed(6))
 
 
-@pytest.fixture
-def judged(make_spec, make_drafter, target_info, tmp_path):
+@pytest.fixture(params=[(None, None), (5, None), (4, 4)], ids=["full", "sliding and full", "sliding"])
+def judged(make_spec, make_drafter, target_info, tmp_path, request):
     """A drafter with weights that bf16 holds exactly, and z-lab's class with the same weights out of our checkpoint."""
-    model = make_drafter(make_spec())
+    model = make_drafter(make_spec(layer_windows=request.param))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -64,7 +64,7 @@ def _draft_one_by_one(judge, features, embedding, b, n):
 def test_training_on_all_blocks_equals_z_labs_inference_block_by_block(judged, features, embedding):
     model, judge = judged
     batch = features.batch
-    hidden = forward_blocks(model, embedding, features, {None: draft_mask(batch, 4)})
+    hidden = forward_blocks(model, embedding, features, draft_masks(batch, model.spec))
     assert hidden.shape == (2, 6, 4, 32)
     for b, n in batch.anchor_valid.nonzero().tolist():
         expected = _draft_one_by_one(judge, features, embedding, b, n)
@@ -88,9 +88,11 @@ def _sees_another_document(b, q, kv, batch):
 def test_the_judge_notices_a_leaking_mask(judged, features, embedding, leak):
     model, judge = judged
     batch = features.batch
-    right = draft_mask(batch, 4)
-    leaking = dense_mask(lambda b, h, q, kv: right[b, h, q, kv] | leak(b, q, kv, batch), 2, 24, 18 + 24, CPU)
-    hidden = forward_blocks(model, embedding, features, {None: leaking})
+    masks = {
+        window: dense_mask(lambda b, h, q, kv, right=right: right[b, h, q, kv] | leak(b, q, kv, batch), 2, 24, 18 + 24, CPU)
+        for window, right in draft_masks(batch, model.spec).items()
+    }
+    hidden = forward_blocks(model, embedding, features, masks)
     errors = [
         (hidden[b, n] - _draft_one_by_one(judge, features, embedding, b, n)).abs().max()
         for b, n in batch.anchor_valid.nonzero().tolist()

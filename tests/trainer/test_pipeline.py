@@ -29,7 +29,7 @@ from trainer.model.attention import draft_mask
 from trainer.model.draft import build_draft, forward_blocks, resolve_draft
 from trainer.model.target import TargetModel, load_target
 from trainer.optim import DraftOptimizer, learning_rate
-from trainer.packing import batches
+from trainer.packing import batches, packing_waste
 from trainer.reference import plain_losses
 from trainer.wiring import Mailbox
 
@@ -94,7 +94,11 @@ def test_the_pipeline_is_a_plain_loop(tiny_run: Any, tmp_path: Path, targets: in
     run(config, tmp_path)
     steps = events_of(tmp_path, "step")
     assert [event["step"] for event in steps] == list(range(1, 7))
-    expected = plain_steps(TrainConfig.from_dict(config), events_of(tmp_path, "gate_open")[0]["mask_token_id"])
+    opened = events_of(tmp_path, "gate_open")[0]
+    assert opened["packing_waste"] == packing_waste(
+        open_shards(tiny_run.root / "data", "train").lengths, TrainConfig.from_dict(config)
+    )
+    expected = plain_steps(TrainConfig.from_dict(config), opened["mask_token_id"])
     assert [event["loss"] for event in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-5, abs=0)
     assert [event["grad_norm"] for event in steps] == pytest.approx([norm for _, norm in expected], rel=1e-4, abs=0)
     assert workers_alive() == []
