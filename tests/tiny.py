@@ -48,8 +48,10 @@ class TinyRun:
 def make(root: Path) -> TinyRun:
     """Write target, tokenizer and shards below `root`."""
     words = {word: i for i, word in enumerate(["<unk>", "</s>", *(f"w{i}" for i in range(58))])}
+    words_apart = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    words_apart.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>")),
+        tokenizer_object=words_apart,
         unk_token="<unk>",
         eos_token="</s>",
     )

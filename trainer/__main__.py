@@ -45,7 +45,6 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # loading a GGUF file draws a progress bar, which would fill the log
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("trainer").setLevel(logging.INFO)
     if len(argv) != 1:

@@ -20,18 +20,26 @@ def eligible_anchors(loss_mask_BS: Tensor, doc_ids_BS: Tensor) -> Tensor:
     return torch.nn.functional.pad(response & same_document, (0, 1), value=False)
 
 
-def sample_anchors(eligible_BS: Tensor, num_anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw up to `num_anchors` eligible slots of each row, uniformly and without replacement.
+def sample_anchors(
+    eligible_BS: Tensor, doc_ids_BS: Tensor, num_anchors: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draw `num_anchors` eligible slots of each row without replacement, or all if there are fewer.
 
-    Returns anchors [B, N] int64, ascending, 0 where there was none left, and valid [B, N] bool, valid ones first.
-    `generator` lives on the device of `eligible_BS`.
+    Each document gets its share of the row's eligible slots, rounded up or down, and every slot has the same chance: a
+    systematic sample of the slots, which stand document by document and within one in random order. Returns anchors [B, N]
+    int64, ascending, 0 where there was none left, and valid [B, N] bool, valid ones first. `generator` lives on the device of
+    the tensors.
     """
-    num_slots = eligible_BS.shape[1]
-    keys_BS = torch.rand(eligible_BS.shape, dtype=torch.float32, generator=generator, device=eligible_BS.device)
-    drawn_BN = keys_BS.masked_fill(~eligible_BS, -1.0).topk(min(num_anchors, num_slots), dim=1).indices
-    slots_BN = torch.where(eligible_BS.gather(1, drawn_BN), drawn_BN, num_slots).sort(dim=1).values
-    missing = num_anchors - slots_BN.shape[1]
-    slots_BN = torch.nn.functional.pad(slots_BN, (0, missing), value=num_slots)
+    num_rows, num_slots = eligible_BS.shape
+    device = eligible_BS.device
+    keys_BS = doc_ids_BS + torch.rand(eligible_BS.shape, dtype=torch.float64, generator=generator, device=device)
+    order_BS = keys_BS.masked_fill(~eligible_BS, torch.inf).argsort(dim=1)
+    count_B1 = eligible_BS.sum(dim=1, keepdim=True)
+    start_B1 = torch.rand((num_rows, 1), dtype=torch.float64, generator=generator, device=device)
+    step_B1 = (count_B1.double() / num_anchors).clamp(min=1)
+    drawn_BN = ((start_B1 + torch.arange(num_anchors, device=device)) * step_B1).long()
+    slots_BN = order_BS.gather(1, drawn_BN.clamp(max=num_slots - 1))
+    slots_BN = torch.where(drawn_BN < count_B1, slots_BN, num_slots).sort(dim=1).values
     valid_BN = slots_BN < num_slots
     return slots_BN.masked_fill(~valid_BN, 0), valid_BN
 

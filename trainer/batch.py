@@ -56,3 +56,5 @@ class FeatureBatch:
     batch: Batch
     context_features: Tensor
     """[B, S, L*D]: outputs of the tapped layers, concatenated in `target_layer_ids` order."""
+    target_states: Tensor | None = None
+    """[B, S, D]: what the target's head reads, if the drafter learns from its logits."""

@@ -1,25 +1,33 @@
 """Checkpoints of the drafter in z-lab's flat layout, written so that a reader never sees half of one.
 
-`checkpoints/step-<n>/` holds config.json and model.safetensors; `checkpoints/latest` is a symbolic link to the newest.
+`checkpoints/step-<n>/` holds config.json and model.safetensors; `checkpoints/latest` is a symbolic link to the newest. The
+newest holds `training/` too, from which a run is resumed: fp32 parameters, statistics of the optimizer, the step.
 A folder appears under its name by one rename, after everything in it has reached the disk. Written by one drafter
 thread (all drafters are equal). Embedding and head are the target's and are not in it.
 
 Sources: the layout is z-lab's; the keys are what its class, transformers, SGLang and vLLM read, old spellings included.
 """
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.config import TrainConfig
 from trainer.errors import CheckpointError
-from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
+from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, layer_windows
+
+_TRAINING = "training"
+"""Folder inside a checkpoint."""
 
 
 class Staging:
@@ -47,24 +55,180 @@ class Staging:
         return self._host
 
 
-def save_checkpoint(folder: Path, step: int, staging: Staging, info: TargetInfo) -> Path:
-    """Write `folder/step-<step>` and point `folder/latest` at it; returns it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingState:
+    """What a run goes on from, bit for bit. Order of data and anchors follow from the step and the seed."""
 
-    Raises CheckpointError; a failed write leaves nothing new behind.
+    step: int
+    """Steps done."""
+    tensors: Mapping[str, Tensor]
+    """`DraftOptimizer.state_tensors`."""
+    trained_with: Mapping[str, Any]
+    """`trained_with` of its run."""
+
+
+def trained_with(config: TrainConfig, data_checksum: str) -> dict[str, Any]:
+    """The values that a resumed run has to share with the run it resumes."""
+    shared = {f"draft.{key}": value for key, value in asdict(config.draft).items()}
+    shared |= {f"batch.{key}": value for key, value in asdict(config.batch).items()}
+    shared |= {f"optim.{key}": value for key, value in asdict(config.optim).items()}
+    shared |= {"run.steps": config.run.steps, "run.seed": config.run.seed}
+    shared |= {"number of drafters": len(config.pipeline.drafter_devices), "checksum of data.path": data_checksum}
+    return shared
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    staging: Staging,
+    info: TargetInfo,
+    state: TrainingState | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Write `folder/step-<step>`, point `folder/latest` at it and remove what is older than the newest `keep`; returns it.
+
+    Raises CheckpointError; a failed write leaves nothing new behind. `state` goes into a folder of its own, because servers
+    read every file of tensors beside config.json, and older checkpoints lose theirs: it is six times their size.
     """
     final = folder / f"step-{step}"
-    partial = folder / f".{final.name}.partial"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _write_files(partial, staging.fetch(), staging.spec, info)
-        partial.rename(final)
+        with appearing_folder(final) as partial:
+            _write_files(partial, staging.fetch(), staging.spec, info)
+            if state is not None:
+                (partial / _TRAINING).mkdir()
+                _write_state(partial / _TRAINING, state)
         _point_latest(folder, final.name)
+        _remove_older(folder, final, keep)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
     return final
+
+
+@contextlib.contextmanager
+def appearing_folder(final: Path) -> Iterator[Path]:
+    """A new folder beside `final` that takes its name once all in it is on the disk, and is removed if anything fails.
+
+    Raises OSError, also if `final` is there already and not empty.
+    """
+    partial = final.parent / f".{final.name}.partial"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
+        partial.rename(final)
+        _flush(final.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> DraftModel:
+    """The drafter in `folder`, in host memory, to be computed in `dtype`.
+
+    Raises CheckpointError for a folder without a whole checkpoint and for a drafter that was not made for this target.
+    """
+    config = read_config(folder)
+    try:
+        tensors = load_file(folder / "model.safetensors")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from None
+    spec = _read_spec(config, dtype)
+    made_for = (config["num_target_layers"], config["hidden_size"], config["vocab_size"])
+    is_for = (info.num_layers, info.hidden_size, info.vocab_size)
+    if made_for != is_for:
+        raise CheckpointError(
+            f"{folder}: made for another target: layers, width and vocabulary must be {is_for}, got {made_for}"
+        )
+    model = DraftModel(spec)
+    for name, parameter in model.named_parameters():
+        found = list(tensors[name].shape) if name in tensors else "nothing"
+        if found != list(parameter.shape):
+            raise CheckpointError(f"{folder / 'model.safetensors'}: {name} must be {list(parameter.shape)}, got {found}")
+    unknown = tensors.keys() - dict(model.named_parameters()).keys()
+    if unknown:
+        raise CheckpointError(f"{folder / 'model.safetensors'}: holds tensors that no drafter has, such as {min(unknown)}")
+    model.load_state_dict(tensors)
+    return model
+
+
+def load_training_state(folder: Path, expected: Mapping[str, Any]) -> TrainingState:
+    """What `save_checkpoint` kept in `folder`, in host memory; raises CheckpointError, also if not trained as `expected`."""
+    path = folder / _TRAINING
+    try:
+        told = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        tensors = load_file(path / "state.safetensors")
+        step, before = told["step"], told["trained_with"]
+    except OSError as error:
+        raise CheckpointError(
+            f"run.resume {folder}: nothing to resume from, only the newest checkpoint of a run has it: {error}"
+        ) from None
+    except (ValueError, SafetensorError, LookupError, TypeError) as error:
+        raise CheckpointError(f"run.resume {folder}: the training state cannot be read: {error}") from None
+    for key, value in json.loads(json.dumps(expected)).items():
+        if before.get(key) != value:
+            raise CheckpointError(f"run.resume {folder}: {key} must be what it was, {before.get(key)!r}, got {value!r}")
+    return TrainingState(step=step, tensors=tensors, trained_with=before)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's config.json, with every key that `checkpoint_config` writes; raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    inner = config.get("dflash_config") if isinstance(config, dict) else None
+    for key, place in [*((key, config) for key in _KEYS), *((key, inner) for key in _DFLASH_KEYS)]:
+        if not isinstance(place, dict) or key not in place:
+            raise CheckpointError(f"{path} must be a DFlash drafter's: '{key}' is missing")
+    return config
+
+
+def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
+    inner = config["dflash_config"]
+    return DraftSpec(
+        num_layers=config["num_hidden_layers"],
+        block_size=config["block_size"],
+        target_layer_ids=tuple(inner["target_layer_ids"]),
+        mask_token_id=inner["mask_token_id"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_attention_heads=config["num_attention_heads"],
+        num_key_value_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=config["rope_theta"],
+        initializer_range=config["initializer_range"],
+        layer_windows=layer_windows(config["layer_types"], config["sliding_window"]),
+        dtype=dtype,
+    )
+
+
+_DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
+_KEYS = (
+    "block_size",
+    "num_target_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "vocab_size",
+    "initializer_range",
+    "layer_types",
+    "sliding_window",
+    "rope_theta",
+    "dtype",
+)
 
 
 def checkpoint_config(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:
@@ -93,9 +257,9 @@ def checkpoint_config(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:
         "initializer_range": spec.initializer_range,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "layer_types": ["full_attention"] * spec.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in spec.layer_windows],
+        "use_sliding_window": any(spec.layer_windows),
+        "sliding_window": next(filter(None, spec.layer_windows), None),
         "max_window_layers": spec.num_layers,
         "rope_theta": spec.rope_theta,
         "rope_scaling": None,
@@ -114,8 +278,26 @@ def _write_files(folder: Path, tensors: dict[str, Tensor], spec: DraftSpec, info
     config = json.dumps(checkpoint_config(spec, info), indent=2) + "\n"
     (folder / "config.json").write_text(config, encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for path in (folder / "config.json", folder / "model.safetensors", folder):
-        _flush(path)
+
+
+def _write_state(folder: Path, state: TrainingState) -> None:
+    told = {"step": state.step, "trained_with": state.trained_with}
+    (folder / "state.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.tensors.items()}
+    save_file(tensors, folder / "state.safetensors")
+
+
+def _remove_older(folder: Path, newest: Path, keep: int | None) -> None:
+    def step(path: Path) -> int:
+        return int(path.name.removeprefix("step-"))
+
+    older = sorted((path for path in folder.glob("step-*") if step(path) < step(newest)), key=step)
+    num_kept = len(older) if keep is None else keep - 1
+    for path in older[: len(older) - num_kept]:
+        shutil.rmtree(path)
+    for path in older:
+        if (path / _TRAINING).exists():
+            shutil.rmtree(path / _TRAINING)
 
 
 def _point_latest(folder: Path, name: str) -> None:

@@ -6,6 +6,7 @@ laptop. Standard library only: it is imported where torch is not installed.
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,10 @@ from trainer.errors import ConfigError
 
 Graphs = Literal["none", "lazy", "mainwarm", "threadwarm"]
 Dtype = Literal["float32", "bfloat16"]
+LayerType = Literal["full_attention", "sliding_attention"]
+Optimizer = Literal["adamw", "muon"]
+LossWeights = Literal["decay", "dpace"]
+LossLabels = Literal["tokens", "logits"]
 
 DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """Loss decay by block size (SpecForge, paper); other sizes use 0.45 * block_size, which passes near all three."""
@@ -61,6 +66,12 @@ class DraftConfig:
     """Key and value heads."""
     head_dim: int | None = field(default=None, metadata=_bounds(2))
     """Width of a head."""
+    layer_types: list[LayerType] | None = None
+    """full_attention or sliding_attention for each layer; a sliding one is causal inside a block. None: all full."""
+    sliding_window: int | None = field(default=None, metadata=_bounds(2))
+    """Tokens that a sliding layer sees, the own included."""
+    feature_noise: float = field(default=0.0, metadata=_bounds(0, 10))
+    """Standard deviation of uniform noise that training adds to the context features."""
     dtype: Dtype = "bfloat16"
     """Type of weights and activations."""
 
@@ -85,8 +96,10 @@ class BatchConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay to zero (paper, by way of SpecForge's defaults)."""
+    """The loss, and the optimizer with linear warm-up and cosine decay to zero (paper, by way of SpecForge's defaults)."""
 
+    optimizer: Optimizer = "adamw"
+    """muon: torch's own for matrices, its steps scaled to AdamW's size, and AdamW for norms."""
     lr: float = field(default=6e-4, metadata=_bounds(0, 1, open_low=True))
     """Peak learning rate."""
     weight_decay: float = field(default=0.0, metadata=_bounds(0, 1))
@@ -99,6 +112,10 @@ class OptimConfig:
     """Steps of linear warm-up. None: 4 % of `run.steps`."""
     max_grad_norm: float = field(default=1.0, metadata=_bounds(0, open_low=True))
     """Global norm that gradients are clipped to."""
+    loss_weights: LossWeights = "decay"
+    """decay: by slot, as `loss_gamma` says. dpace: by how sure the drafter is of the slots before (D-PACE)."""
+    loss_labels: LossLabels = "tokens"
+    """tokens: the response's. logits: the target's own distribution there, for which the target is run to its end."""
     loss_gamma: float | None = field(default=None, metadata=_bounds(0, open_low=True))
     """Slot k weighs exp(-(k-1)/gamma) in the loss. None: 7, 5, 4 for blocks of 16, 10, 8."""
 
@@ -131,6 +148,10 @@ class RunConfig:
     """Steps between two log lines. Their loss is that of all these steps, their accuracy and acceptance of the last one."""
     checkpoint_every: int = field(default=1000, metadata=_bounds(1))
     """Steps between two checkpoints; the last step always writes one."""
+    keep_checkpoints: int | None = field(default=None, metadata=_bounds(1))
+    """The newest so many stay; what a run is resumed from is kept of the newest alone. None: all stay."""
+    resume: str | None = None
+    """Checkpoint folder of an earlier run to go on from, with the same drafter, data, batches, optimizer, steps and seed."""
     validate_every: int | None = field(default=None, metadata=_bounds(1))
     """Steps between two looks at the held-out split; the last step always takes one. None: never."""
     validate_batches: int = field(default=8, metadata=_bounds(1))
@@ -192,7 +213,9 @@ class TrainConfig:
 
     @property
     def loss_gamma(self) -> float:
-        """Decay of the loss weights, the default resolved."""
+        """Decay of the loss weights, the default resolved; infinite where they do not decay by slot."""
+        if self.optim.loss_weights != "decay":
+            return math.inf
         size = self.draft.block_size
         return self.optim.loss_gamma or DEFAULT_GAMMA.get(size, 0.45 * size)
 
@@ -308,6 +331,23 @@ def _check_together(config: TrainConfig) -> None:
     warmup, steps = config.optim.lr_warmup_steps, config.run.steps
     if warmup is not None and warmup >= steps:
         raise ConfigError(f"optim.lr_warmup_steps must be below run.steps ({steps}), got {warmup}")
+    kinds_of_layers = draft.layer_types or []
+    if kinds_of_layers and len(kinds_of_layers) != draft.num_layers:
+        raise ConfigError(
+            f"draft.layer_types must name {draft.num_layers} layers, as draft.num_layers says, got {kinds_of_layers}"
+        )
+    slides = "sliding_attention" in kinds_of_layers
+    if slides and (draft.sliding_window is None or draft.sliding_window < draft.block_size):
+        raise ConfigError(
+            f"draft.sliding_window must be at least draft.block_size ({draft.block_size}) for sliding layers, "
+            f"got {draft.sliding_window}"
+        )
+    if draft.sliding_window is not None and not slides:
+        raise ConfigError("draft.sliding_window needs a sliding_attention layer in draft.layer_types, got none")
+    optim = config.optim
+    if optim.loss_weights == "dpace" and (optim.loss_labels == "logits" or optim.loss_gamma is not None):
+        other = "optim.loss_gamma" if optim.loss_gamma is not None else "optim.loss_labels: logits"
+        raise ConfigError(f"optim.loss_weights: dpace cannot be had with {other}; leave out one of them")
     ids = draft.target_layer_ids
     if ids is not None and (not ids or sorted(set(ids)) != ids or ids[0] < 0):
         raise ConfigError(f"draft.target_layer_ids must be ascending layer indices from 0, got {ids}")

@@ -1,14 +1,16 @@
 """Token shards: the folder that `trainer.prepare` writes and the trainer maps into memory.
 
-    meta.json                 format, version, digest of the tokenizer, counts of each split
+    meta.json                 format, version, digest of the tokenizer, counts and checksums of each split
     train/ and held_out/      tokens.bin     uint32 [T]      documents one after another
                               offsets.bin    int64 [D+1]     where each begins; the last is T
                               loss_mask.bin  uint8 [T]       1 on response tokens
 
-Little-endian, without headers: meta.json holds the counts, so a file that was cut short is noticed. One module writes and reads
+Little-endian, without headers: meta.json holds the counts and each file's SHA-256, so a file that was cut short or changed is
+noticed. One module writes and reads
 the format. Only the BatchPrefetcher reads documents while a run is on.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,8 +26,14 @@ from trainer.errors import DataError
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 FORMAT = "dflash-token-shards"
-VERSION = 1
+VERSION = 2
 _SCAN_TOKENS = 1 << 24
+_FILES: Mapping[str, np.dtype[Any]] = {
+    "tokens": np.dtype("<u4"),
+    "offsets": np.dtype("<i8"),
+    "loss_mask": np.dtype(np.bool_),
+}
+"""The files of a split, without their ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,8 @@ class Shards:
     tokens: NDArray[np.uint32]
     offsets: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
+    checksum: str = ""
+    """Tells the documents from others; empty if they come from no file."""
 
     def __len__(self) -> int:
         """Documents."""
@@ -56,25 +66,29 @@ class Shards:
 
 
 def open_shards(path: Path, split: Split) -> Shards:
-    """Map one split; raises DataError for a folder that is missing, foreign, damaged or empty."""
+    """Map one split; raises DataError for a folder that is missing, foreign, damaged or empty. Reads every byte once."""
     meta = _read_meta(path)
     try:
         counts, tokenizer_digest = meta["splits"][split], meta["tokenizer_digest"]
         num_documents, num_tokens = counts["documents"], counts["tokens"]
+        checksums = {name: counts["sha256"][name] for name in _FILES}
     except (KeyError, TypeError) as error:
         raise DataError(f"{path / 'meta.json'} does not say what is in {split} ({error}); prepare the data again") from None
     folder = path / split
     if not num_documents:
         raise DataError(f"{folder}: the data set is empty; run `python -m trainer.prepare` on more conversations")
-    offsets = _map(folder / "offsets.bin", np.dtype("<i8"), num_documents + 1)
+    sizes = {"tokens": num_tokens, "offsets": num_documents + 1, "loss_mask": num_tokens}
+    arrays = {name: _map(folder / f"{name}.bin", kind, sizes[name], checksums[name]) for name, kind in _FILES.items()}
+    offsets = arrays["offsets"]
     if offsets[0] != 0 or offsets[-1] != num_tokens or np.any(np.diff(offsets) <= 0):
         raise DataError(f"{folder / 'offsets.bin'}: offsets must ascend from 0 to {num_tokens}; the file is damaged")
     return Shards(
         name=str(folder),
         tokenizer_digest=tokenizer_digest,
-        tokens=_map(folder / "tokens.bin", np.dtype("<u4"), num_tokens),
+        tokens=arrays["tokens"],
         offsets=offsets,
-        loss_mask=_map(folder / "loss_mask.bin", np.dtype(np.bool_), num_tokens),
+        loss_mask=arrays["loss_mask"],
+        checksum=hashlib.sha256("".join(checksums.values()).encode()).hexdigest(),
     )
 
 
@@ -140,30 +154,32 @@ class ShardWriter:
 class _SplitFiles:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         folder.mkdir()
-        self._tokens, self._offsets, self._loss_mask = (
-            stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ("tokens", "offsets", "loss_mask")
-        )
+        self._files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _FILES}
+        self._hashes = {name: hashlib.sha256() for name in _FILES}
         self._documents = self._num_tokens = self._response_tokens = 0
-        self._write_offset()
+        self._write("offsets", np.array([0]))
 
     def append(self, tokens: NDArray[np.uint32], loss_mask: NDArray[np.bool_]) -> None:
         assert tokens.shape == loss_mask.shape
-        self._tokens.write(tokens.astype("<u4").tobytes())
-        self._loss_mask.write(loss_mask.astype(np.uint8).tobytes())
         self._documents += 1
         self._num_tokens += len(tokens)
         self._response_tokens += int(loss_mask.sum())
-        self._write_offset()
+        self._write("tokens", tokens)
+        self._write("loss_mask", loss_mask)
+        self._write("offsets", np.array([self._num_tokens]))
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         return {
             "documents": self._documents,
             "tokens": self._num_tokens,
             "response_tokens": self._response_tokens,
+            "sha256": {name: digest.hexdigest() for name, digest in self._hashes.items()},
         }
 
-    def _write_offset(self) -> None:
-        self._offsets.write(np.array(self._num_tokens, dtype="<i8").tobytes())
+    def _write(self, name: str, values: NDArray[Any]) -> None:
+        data = values.astype(_FILES[name]).tobytes()
+        self._files[name].write(data)
+        self._hashes[name].update(data)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
@@ -182,11 +198,14 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+def _map(path: Path, dtype: np.dtype[Any], count: int, sha256: str) -> NDArray[Any]:
     try:
         size = path.stat().st_size
+        if size != count * dtype.itemsize:
+            raise DataError(f"{path} must have {count * dtype.itemsize} bytes, got {size}; the file is damaged")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise DataError(f"{path} is not what was written: its SHA-256 differs from that in meta.json")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if size != count * dtype.itemsize:
-        raise DataError(f"{path} must have {count * dtype.itemsize} bytes, got {size}; the file is damaged")
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))  # a plain view: memmap's own slices are slow

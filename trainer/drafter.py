@@ -8,21 +8,20 @@ variants over the same buffers and share one memory pool. Belongs to one thread.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.anchors import block_labels
 from trainer.batch import NO_DOCUMENT
-from trainer.checkpoint import Staging, save_checkpoint
+from trainer.checkpoint import Staging, TrainingState, save_checkpoint
 from trainer.graphs import DeviceClock, Graphs, compiled
-from trainer.loss import LossParts, drafter_loss
+from trainer.loss import LossParts, blocks_loss
 from trainer.metrics import StepMetrics
-from trainer.model.attention import draft_mask
-from trainer.model.draft import DraftModel, TargetInfo, copy_draft, forward_blocks
+from trainer.model.draft import DraftModel, TargetInfo, copy_draft
 from trainer.optim import DraftOptimizer, learning_rate
 from trainer.slots import Slot, make_slot
 from trainer.wiring import STALL_S, StepReport, Validated, Wiring, enter
@@ -38,6 +37,10 @@ class DraftParts:
 
     initial: DraftModel
     """In host memory; every drafter starts as its copy."""
+    resumed: TrainingState | None
+    """What it goes on from instead, if anything."""
+    trained_with: Mapping[str, Any]
+    """What whoever goes on from this run has to share with it."""
     info: TargetInfo
     embedding: Tensor
     head: Tensor
@@ -69,11 +72,11 @@ class Drafter:
     def _make_slots(self) -> list[Slot]:
         """As many for each target as `channel_capacity` says, all of them free."""
         config, wiring = self._config, self._wiring
-        width = len(self._spec.target_layer_ids) * self._spec.hidden_size
+        shape = len(self._spec.target_layer_ids), self._spec.hidden_size
         made = []
         for pair, free in wiring.free.items():
             if pair[1] == self._rank:
-                slots = [make_slot(config, width, self._device) for _ in range(config.pipeline.channel_capacity)]
+                slots = [make_slot(config, *shape, self._device) for _ in range(config.pipeline.channel_capacity)]
                 wiring.slots[pair] = slots
                 for slot in slots:
                     free.send(slot, timeout_s=STALL_S)
@@ -123,6 +126,8 @@ class Drafter:
         self.report(0)
         self.check_equal()
         self._clock.reset()
+        if self._parts.resumed is not None:
+            self._optimizer.load_state_tensors(self._parts.resumed.tensors)
         self._optimizer.hold(False)
 
     def train(self, step: int) -> None:
@@ -176,7 +181,9 @@ class Drafter:
     def save(self, done: int) -> Path:
         """Write a checkpoint; only the first drafter can."""
         assert self._staging is not None
-        return save_checkpoint(self._parts.checkpoints, done, self._staging, self._parts.info)
+        parts, keep = self._parts, self._config.run.keep_checkpoints
+        state = TrainingState(step=done, tensors=self._optimizer.state_tensors(), trained_with=parts.trained_with)
+        return save_checkpoint(parts.checkpoints, done, self._staging, parts.info, state, keep)
 
     def _whole_step(self, slot: Slot, measured: bool) -> None:
         self._backward(slot, measured)
@@ -202,10 +209,7 @@ class Drafter:
 
     def _loss(self, slot: Slot) -> tuple[LossParts, Tensor]:
         """The loss of the slot's blocks, and their weights [B, N, K]."""
-        features, size = slot.features, self._spec.block_size
-        labels, weights = block_labels(features.batch, size, self._config.loss_gamma)
-        hidden = forward_blocks(self._forward, self._parts.embedding, features, draft_mask(features.batch, size))
-        return drafter_loss(hidden, self._parts.head, labels, weights), weights
+        return blocks_loss(self._config, self._forward, (self._parts.embedding, self._parts.head), slot.features)
 
     def _apply(self) -> None:
         self._grad_norm.copy_(self._optimizer.apply(self._sums[0], self._sums[1]))

@@ -2,8 +2,9 @@
 
 Written by the trainer, read by the command line, so standard library only. Every event has `event`, `time` (ISO 8601 UTC) and
 `elapsed_s` (monotonic, since `started`). The first is `started`, the last `finished` or `failed`; between them `gate_open`,
-`step`, `validation`, `checkpoint`, every half minute `heartbeat`, and once `steady`, which proves what `finished` proves again.
-Numbers that are not known are null; a non-finite number is written as null, so that every line is strict JSON.
+`step`, `validation`, `checkpoint`, every half minute `heartbeat`, and once `steady`, which proves what `finished` proves again;
+`trainer.evaluate` writes a `prompt` for each. Numbers that are not known are null, and so are those that are not finite: every
+line is strict JSON.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ HEARTBEAT: Final = "heartbeat"
 STEADY: Final = "steady"
 CHECKPOINT: Final = "checkpoint"
 VALIDATION: Final = "validation"
+PROMPT: Final = "prompt"
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
 FINAL: Final = frozenset({FINISHED, FAILED})

@@ -14,6 +14,7 @@ import torch
 from trainer.batch import Batch
 from trainer.graphs import DeviceClock, Graphs
 from trainer.model.target import TargetModel
+from trainer.packing import add_noise
 from trainer.slots import PinnedStage, Slot, make_slot
 from trainer.wiring import STALL_S, Wiring, enter
 
@@ -35,9 +36,9 @@ class TargetForward:
         self._slots = {drafter: slots for (sender, drafter), slots in wiring.slots.items() if sender == rank}
         self._free = {drafter: channel for (sender, drafter), channel in wiring.free.items() if sender == rank}
         local = [slot for slots in self._slots.values() for slot in slots if self._is_local(slot)]
-        width = target.context_width
+        shape = len(target.target_layer_ids), target.embedding.shape[1]
         remote = len(local) < sum(map(len, self._slots.values()))
-        self._own = [make_slot(config, width, self.device) for _ in range(_OWN_SLOTS if remote else 0)]
+        self._own = [make_slot(config, *shape, self.device) for _ in range(_OWN_SLOTS if remote else 0)]
         self._prepare([*local, *self._own])
 
     def _prepare(self, slots: list[Slot]) -> None:
@@ -86,9 +87,12 @@ class TargetForward:
         self._stage.load(batch, slot.features.batch)
         with self._clock.span():
             self._run[id(slot)]()
+            if self._config.draft.feature_noise and not batch.held_out:
+                for row, features in enumerate(slot.features.context_features):
+                    add_noise(features, self._config, batch.index, row)
 
     def _fill(self, slot: Slot) -> None:
-        self._target.context_features(slot.features.batch, slot.features.context_features)
+        self._target.context_features(slot.features.batch, slot.features.context_features, slot.features.target_states)
 
     def _is_local(self, slot: Slot) -> bool:
         return slot.features.context_features.device == self._target.embedding.device

@@ -1,4 +1,4 @@
-"""The drafter's optimizer: AdamW over fp32 parameters and one flat gradient, warm-up and cosine, never a step with NaN.
+"""The drafter's optimizer: AdamW or Muon over fp32 parameters, one flat gradient, warm-up and cosine, never a step with NaN.
 
 All gradients are views of one buffer, so drafters sum theirs, and the norm is taken, in one call each, at addresses
 that never change. What changes from step to step is a tensor too, set by `begin`, so that `apply` can be captured. Nothing
@@ -6,7 +6,7 @@ here synchronises but `check`. Each optimizer belongs to one drafter thread.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from trainer.config import TrainConfig
 from trainer.errors import NonFiniteError
 
 _FINE = -1
+_MUON_MOMENTUM = 0.95
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -33,7 +34,8 @@ class DraftOptimizer:
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         """Give every parameter of `model` a zero gradient; the model already lies on its device."""
-        parameters = list(model.parameters())
+        self._named = dict(model.named_parameters())
+        parameters = list(self._named.values())
         device = parameters[0].device
         self._config = config
         self.flat_grad = _flat_gradient(parameters)
@@ -42,11 +44,37 @@ class DraftOptimizer:
         self._bad_step = torch.tensor(_FINE, device=device)
         self._held = torch.tensor(False, device=device)
         optim = config.optim
+        matrices = [p for p in parameters if p.ndim > 1]
+        self._muon = _Muon(matrices, optim.weight_decay) if optim.optimizer == "muon" else None
         groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
+            {"params": [] if self._muon else matrices, "weight_decay": optim.weight_decay},
             {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(groups, lr=self._lr, betas=(optim.beta1, optim.beta2), fused=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What later steps depend on: `parameter/NAME` and its statistics, such as `exp_avg/NAME`. No copies."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._named.items():
+            found[f"parameter/{name}"] = parameter.detach()
+            found |= {f"{kind}/{name}": value for kind, value in self._state(parameter).items()}
+        return found
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from the `state_tensors` of an equal drafter; what exists stays at its address."""
+        for key, value in tensors.items():
+            kind, _, name = key.partition("/")
+            parameter = self._named[name]
+            if kind == "parameter":
+                parameter.copy_(value)
+            else:
+                held = self._state(parameter)
+                held[kind] = held[kind].copy_(value) if kind in held else value.to(parameter.device, copy=True)
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._adamw.state[parameter]
+        return self._muon.state(parameter) if self._muon is not None and parameter.ndim > 1 else state
 
     def zero_grad(self) -> None:
         """Set the gradient to zero, in place."""
@@ -85,8 +113,11 @@ class DraftOptimizer:
         finite = torch.isfinite(loss_sum) & torch.isfinite(grad_norm)
         self._bad_step.copy_(torch.where((self._bad_step == _FINE) & ~finite, self._step, self._bad_step))
         # The fused kernel reads this attribute, as GradScaler sets it, and then leaves everything as it was.
-        self._adamw.found_inf = ((self._bad_step != _FINE) | self._held).float()  # type: ignore[attr-defined]
+        skipped = (self._bad_step != _FINE) | self._held
+        self._adamw.found_inf = skipped.float()  # type: ignore[attr-defined]
         self._adamw.step()
+        if self._muon is not None:
+            self._muon.step(self._lr, skipped)
         return grad_norm
 
     def check(self, num_drafters: int = 1) -> None:
@@ -97,6 +128,41 @@ class DraftOptimizer:
         first, last = step * num_drafters, (step + 1) * num_drafters - 1
         batches = f"batch {first}" if first == last else f"batches {first}..{last}"
         raise NonFiniteError(f"step {step + 1} ({batches}): loss and gradient must be finite, got NaN or infinity; not applied")
+
+
+class _Muon:
+    """torch's Muon with a learning rate that is a tensor and steps that can be skipped, neither of which it has itself.
+
+    It works on zeros instead of the parameters, at rate 1 and without decay, which leaves its steps there. They are scaled to
+    the size that AdamW's have, so `optim.lr` means the same for both (arXiv 2502.16982).
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float) -> None:
+        """The gradients of `parameters` are what they are at each step."""
+        self._steps = {parameter: nn.Parameter(torch.zeros_like(parameter)) for parameter in parameters}
+        for parameter, step in self._steps.items():
+            step.grad = parameter.grad
+        self._weight_decay = weight_decay
+        self._muon = torch.optim.Muon(
+            list(self._steps.values()), lr=1.0, weight_decay=0.0, momentum=_MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw"
+        )
+
+    def step(self, lr: Tensor, skipped: Tensor) -> None:
+        """Change the parameters, or nothing at all, statistics included, if `skipped`."""
+        for parameter, step in self._steps.items():
+            assert step.grad is not None
+            step.zero_()
+            held = self.state(parameter).get("momentum_buffer", step)
+            step.grad.copy_(torch.where(skipped, held, step.grad))  # the mean with itself is itself
+        self._muon.step()
+        for parameter, step in self._steps.items():
+            decayed = parameter * (1 - lr * self._weight_decay)
+            parameter.copy_(torch.where(skipped, parameter, decayed + lr * step))
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Statistics of a parameter."""
+        state: dict[str, Tensor] = self._muon.state[self._steps[parameter]]
+        return state
 
 
 def _flat_gradient(parameters: Sequence[nn.Parameter]) -> Tensor:

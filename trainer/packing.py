@@ -4,42 +4,70 @@ Pure functions over lengths, and one that slices the memory-mapped shards; only 
 every document once, in an order of its own; its last batch is filled with invalid rows.
 """
 
+import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainer.anchors import eligible_anchors, sample_anchors
 from trainer.batch import NO_DOCUMENT, Batch
 from trainer.config import TrainConfig
 from trainer.dataset import Shards
 
-_WINDOW_ROWS = 32
-"""Rows that stay open for later documents; more waste less and mix the order less."""
-_ORDER, _ANCHORS = 0, 1
+_WINDOW_ROWS = 256
+"""Rows that are packed together; more waste less and mix the order less."""
+_ORDER, _ANCHORS, _NOISE = 0, 1, 2
 """Random streams of one seed."""
 
 
-def pack(lengths: NDArray[np.int64], row_tokens: int, order: Sequence[int]) -> Iterator[list[int]]:
-    """Rows of document indices: each document, in `order`, goes into the first open row that has room for it."""
-    shortest = int(lengths.min())
-    open_rows: list[tuple[list[int], int]] = []  # documents, tokens still free
-    for document in order:
+def pack(lengths: NDArray[np.int64], row_tokens: int, random: np.random.Generator) -> Iterator[list[int]]:
+    """Rows of document indices, each document in one row, in an order that `random` draws.
+
+    A window of documents is packed at a time, the longest first, each into the row that it fills best; its rows come in random
+    order, and what lies in the emptiest one waits for the next window.
+    """
+    waiting: list[int] = []
+    tokens = 0
+    for document in random.permutation(len(lengths)).tolist():
+        waiting.append(document)
+        tokens += int(lengths[document])
+        if tokens >= _WINDOW_ROWS * row_tokens:
+            rows = _best_fit(lengths, row_tokens, waiting)
+            waiting = min(rows, key=lambda row: int(lengths[row].sum()))
+            rows.remove(waiting)
+            tokens = int(lengths[waiting].sum())
+            yield from _shuffled(rows, random)
+    yield from _shuffled(_best_fit(lengths, row_tokens, waiting), random)
+
+
+def packing_waste(lengths: NDArray[np.int64], config: TrainConfig) -> float:
+    """The share of token slots that the first epoch leaves empty, rows that fill its last batch included."""
+    num_batches = sum(1 for _ in _epoch(lengths, config, 0))
+    return 1 - int(lengths.sum()) / (num_batches * config.token_budget)
+
+
+def _best_fit(lengths: NDArray[np.int64], row_tokens: int, documents: list[int]) -> list[list[int]]:
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # free tokens and row, ascending
+    for document in sorted(documents, key=lambda d: -lengths[d]):
         length = int(lengths[document])
-        slot = next((i for i, (_, free) in enumerate(open_rows) if free >= length), None)
-        if slot is None:
-            if len(open_rows) == _WINDOW_ROWS:
-                yield open_rows.pop(0)[0]
-            slot = len(open_rows)
-            open_rows.append(([], row_tokens))
-        row, free = open_rows[slot]
-        row.append(document)
-        open_rows[slot] = (row, free - length)
-        if free - length < shortest:
-            yield open_rows.pop(slot)[0]
-    yield from (row for row, _ in open_rows)
+        at = bisect.bisect_left(room, (length, 0))
+        if at < len(room):
+            free, row = room.pop(at)
+        else:
+            free, row = row_tokens, len(rows)
+            rows.append([])
+        rows[row].append(document)
+        bisect.insort(room, (free - length, row))
+    return rows
+
+
+def _shuffled(rows: list[list[int]], random: np.random.Generator) -> Iterator[list[int]]:
+    return (rows[i] for i in random.permutation(len(rows)))
 
 
 def batches(shards: Shards, config: TrainConfig, start: int = 0) -> Iterator[Batch]:
@@ -55,10 +83,24 @@ def blank_batch(config: TrainConfig) -> Batch:
 
 def _batch_rows(lengths: NDArray[np.int64], config: TrainConfig) -> Iterator[list[list[int]]]:
     for epoch in itertools.count():
-        order = np.random.default_rng([config.run.seed, _ORDER, epoch]).permutation(len(lengths)).tolist()
-        rows = pack(lengths, config.batch.row_tokens, order)
-        while group := list(itertools.islice(rows, config.batch.rows)):
-            yield group
+        yield from _epoch(lengths, config, epoch)
+
+
+def add_noise(features_SL: Tensor, config: TrainConfig, index: int, row: int) -> None:
+    """Add `draft.feature_noise` to the context features of one row of batch `index`; what is added depends on nothing else."""
+    generator = torch.Generator(features_SL.device).manual_seed(_seed(config, _NOISE, index, row))
+    half = config.draft.feature_noise * 3**0.5  # a uniform distribution of this half width has the deviation asked for
+    features_SL += torch.empty_like(features_SL).uniform_(-half, half, generator=generator)
+
+
+def _seed(config: TrainConfig, *stream: int) -> int:
+    return int(np.random.SeedSequence([config.run.seed, *stream]).generate_state(1, np.uint64)[0])
+
+
+def _epoch(lengths: NDArray[np.int64], config: TrainConfig, epoch: int) -> Iterator[list[list[int]]]:
+    rows = pack(lengths, config.batch.row_tokens, np.random.default_rng([config.run.seed, _ORDER, epoch]))
+    while group := list(itertools.islice(rows, config.batch.rows)):
+        yield group
 
 
 def _build(shards: Shards, config: TrainConfig, index: int, rows: list[list[int]]) -> Batch:
@@ -88,9 +130,8 @@ def _blank_arrays(config: TrainConfig) -> tuple[NDArray[np.int64], NDArray[np.in
 
 def _from_arrays(config: TrainConfig, index: int, arrays: tuple[NDArray[np.generic], ...]) -> Batch:
     tokens, positions, doc_ids, loss_mask = (torch.from_numpy(array) for array in arrays)
-    state = np.random.SeedSequence([config.run.seed, _ANCHORS, index + 1]).generate_state(1, np.uint64)
-    generator = torch.Generator().manual_seed(int(state[0]))
-    anchors, valid = sample_anchors(eligible_anchors(loss_mask, doc_ids), config.draft.num_anchors, generator)
+    generator = torch.Generator().manual_seed(_seed(config, _ANCHORS, index + 1))
+    anchors, valid = sample_anchors(eligible_anchors(loss_mask, doc_ids), doc_ids, config.draft.num_anchors, generator)
     return Batch(
         index=index,
         tokens=tokens,

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
+from trainer.checkpoint import TrainingState, load_training_state, trained_with
 from trainer.config import TrainConfig
 from trainer.dataset import Shards, check_fits, open_shards
 from trainer.drafter import Drafter, DraftParts
-from trainer.errors import ConfigError, TrainerError, WorkerError
+from trainer.errors import CheckpointError, ConfigError, TrainerError, WorkerError
 from trainer.events import EventLog
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, build_draft, resolve_draft
 from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id, tokenizer_digest
@@ -66,6 +67,8 @@ class Loaded:
     """What every drafter starts as, in host memory."""
     ends: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Embedding and head by drafter device."""
+    resumed: TrainingState | None = None
+    """What an earlier run left to go on from."""
 
     @property
     def spec(self) -> DraftSpec:
@@ -98,7 +101,8 @@ def train(
         _check_devices(config)
         loaded = crew.load(lambda: _settled((load or load_all)(config)))
         reporter.loaded(loaded.spec, loaded.shards)
-        wiring = wire(config, on_open=lambda: _open(crew, reporter, wiring, loaded))
+        first_step = loaded.resumed.step if loaded.resumed else 0
+        wiring = wire(config, on_open=lambda: _open(crew, reporter, wiring, loaded), first_step=first_step)
         crew.on_abort = wiring.abort
         _start(crew, wiring, loaded, folder / "checkpoints")
         for message in crew.messages(STALL_S):
@@ -148,9 +152,12 @@ def load_all(config: TrainConfig) -> Loaded:
     root = Path(config.run.root)
     shards = open_shards(root / config.data.path, "train")
     held_out = open_shards(root / config.data.path, "held_out") if config.run.validate_every else None
+    resumed = _resumed(config, shards) if config.run.resume else None
     tokenizer = load_tokenizer(config.target, root)
     targets = {
-        device: load_target(config.target, root, torch.device(device), config.draft)
+        device: load_target(
+            config.target, root, torch.device(device), config.draft, to_end=config.optim.loss_labels == "logits"
+        )
         for device in dict.fromkeys(config.pipeline.target_devices)
     }
     target = next(iter(targets.values()))
@@ -165,7 +172,15 @@ def load_all(config: TrainConfig) -> Loaded:
         )
     ends = ends_by_device(target, config, spec)
     initial = build_draft(spec, config.run.seed, torch.device("cpu"))
-    return Loaded(shards=shards, held_out=held_out, targets=targets, initial=initial, ends=ends)
+    return Loaded(shards=shards, held_out=held_out, targets=targets, initial=initial, ends=ends, resumed=resumed)
+
+
+def _resumed(config: TrainConfig, shards: Shards) -> TrainingState:
+    folder = Path(config.run.root) / str(config.run.resume)
+    state = load_training_state(folder, trained_with(config, shards.checksum))
+    if state.step == config.run.steps:
+        raise CheckpointError(f"run.resume {folder}: all {state.step} steps are done")
+    return state
 
 
 def ends_by_device(target: TargetModel, config: TrainConfig, spec: DraftSpec) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -175,7 +190,7 @@ def ends_by_device(target: TargetModel, config: TrainConfig, spec: DraftSpec) ->
 
 def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> None:
     pipeline = wiring.config.pipeline
-    source = batches(loaded.shards, wiring.config)
+    source = batches(loaded.shards, wiring.config, wiring.first_step * len(pipeline.drafter_devices))
     held_out = functools.partial(batches, loaded.held_out, wiring.config) if loaded.held_out else None
     crew.start("prefetch-0", functools.partial(batch_prefetcher, wiring=wiring, source=source, held_out=held_out))
     for rank, device in enumerate(pipeline.target_devices):
@@ -183,7 +198,15 @@ def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> 
         crew.start(f"target-{rank}", loop)
     for rank, device in enumerate(pipeline.drafter_devices):
         embedding, head = loaded.ends[device]
-        parts = DraftParts(initial=loaded.initial, info=loaded.info, embedding=embedding, head=head, checkpoints=checkpoints)
+        parts = DraftParts(
+            initial=loaded.initial,
+            resumed=loaded.resumed,
+            trained_with=trained_with(wiring.config, loaded.shards.checksum),
+            info=loaded.info,
+            embedding=embedding,
+            head=head,
+            checkpoints=checkpoints,
+        )
         make: Callable[[], Drafter] = functools.partial(Drafter, wiring, rank, parts)
         if pipeline.graphs == "mainwarm":
             make = _made_here(make)

@@ -7,45 +7,47 @@ and the end of that answer, and a conversation where such a prompt is not a true
 
 A conversation longer than --max-tokens is cut after the last answer that fits, because a conversation's beginning is itself a
 conversation; one whose first answer does not fit is dropped. Nothing is left behind when anything fails.
+
+With --regenerate the target itself answers what the users say, for a drafter is to draft the target's words, not other
+people's. What is answered is kept in OUTPUT.regenerated.jsonl, and the same command goes on from there.
 """
 
 import argparse
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from trainer.answers import Answers, LocalAnswers, ServerAnswers
 from trainer.config import BatchConfig, TargetConfig
+from trainer.conversations import Dropped, Messages, before_answer, conversations, questions
 from trainer.dataset import ShardWriter, Split
+from trainer.decoding import Sampling, stop_token_ids, usable_device
 from trainer.errors import DataError, TrainerError
-from trainer.model.target import load_tokenizer, tokenizer_digest
+from trainer.model.target import load_causal_lm, load_tokenizer, tokenizer_digest
+from trainer.regenerate import Progress, Regeneration, regenerate, regenerated
 
-Messages = list[dict[str, str]]
-_T = TypeVar("_T")
-_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _ENDING = re.compile(r"\s*\S*")
 """What closes an answer: the first word after it, such as <|im_end|> or </s>; of tags without space between, those that close
 earlier answers too."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_TICK_S = 10.0
+"""Between two lines of progress."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class Dropped(Exception):
-    """A conversation that is left out; the text is the reason, the same for all of its kind."""
 
 
 @dataclass(slots=True)
@@ -73,11 +75,21 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def prepare(inputs: Sequence[Path], output: Path, target: TargetConfig, *, max_tokens: int, held_out: float) -> Report:
+def prepare(
+    inputs: Sequence[Path],
+    output: Path,
+    target: TargetConfig,
+    *,
+    max_tokens: int,
+    held_out: float,
+    regeneration: Regeneration | None = None,
+    tell: Callable[[Progress], object] = lambda _progress: None,
+) -> Report:
     """Write shards of all conversations in `inputs` to `output`, which must not exist; raises DataError, TargetError.
 
     `held_out` is the share of conversations set aside. What stands before a conversation's first answer alone decides, so that
-    conversations that begin alike lie on one side.
+    conversations that begin alike lie on one side. With `regeneration` the target writes the answers, and
+    `tell` is called with each.
     """
     if output.exists():
         raise DataError(f"{output} exists already; remove it or choose another --output")
@@ -85,8 +97,12 @@ def prepare(inputs: Sequence[Path], output: Path, target: TargetConfig, *, max_t
     if not tokenizer.chat_template:
         raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
     report = Report(max_tokens)
+    if regeneration is None:
+        chats = conversations(inputs, report.dropped)
+    else:
+        chats = _answered(inputs, output, target, tokenizer, regeneration, report, tell)
     with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
-        for messages in _conversations(inputs, report):
+        for messages in chats:
             _add(writer, report, tokenizer, messages, held_out)
         if not report.documents["train"]:
             reasons = "; ".join(f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3))
@@ -97,9 +113,63 @@ def prepare(inputs: Sequence[Path], output: Path, target: TargetConfig, *, max_t
             "max_tokens": max_tokens,
             "shortened": report.shortened,
             "dropped": dict(report.dropped),
+            "regenerated": asdict(regeneration) if regeneration else None,
         }
         writer.finish(tokenizer_digest=tokenizer_digest(tokenizer), about=about)
     return report
+
+
+def _answered(
+    inputs: Sequence[Path],
+    output: Path,
+    target: TargetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Regeneration,
+    report: Report,
+    tell: Callable[[Progress], object],
+) -> Iterator[Messages]:
+    """The conversations of `inputs` with the target's own answers, which lie in a journal beside `output`."""
+    asked = list(questions(inputs, report.dropped))
+    made_with = {
+        "inputs": [hashlib.sha256(path.read_bytes()).hexdigest() for path in inputs],
+        "target": settings.server_model or target.path,
+        "gguf_file": target.gguf_file,
+        "tokenizer_digest": tokenizer_digest(tokenizer),
+        "max_tokens": report.max_tokens,
+        "temperature": settings.temperature,
+        "max_new_tokens": settings.max_new_tokens,
+        "seed": settings.seed,
+    }
+    journal = output.with_name(f"{output.name}.regenerated.jsonl")
+    regenerate(asked, lambda: _somebody(target, tokenizer, settings, report.max_tokens), journal, made_with, tell)
+    return regenerated(journal, made_with, report.dropped)
+
+
+def _somebody(target: TargetConfig, tokenizer: PreTrainedTokenizerBase, settings: Regeneration, max_tokens: int) -> Answers:
+    """Who answers: a server, or the target in this process."""
+    if settings.server is not None:
+        return ServerAnswers(
+            settings.server,
+            settings.server_model or target.path,
+            temperature=settings.temperature,
+            num_rows=settings.num_rows,
+            max_new_tokens=settings.max_new_tokens,
+        )
+    device = usable_device(settings.device)
+    model = load_causal_lm(target, Path(), device)
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and window < max_tokens:
+        raise DataError(f"{target.path}: --max-tokens must be within the target's sliding window of {window}, got {max_tokens}")
+    sampling = Sampling(settings.temperature, torch.Generator(device).manual_seed(settings.seed))
+    return LocalAnswers(
+        model,
+        tokenizer,
+        stop_token_ids(model, tokenizer),
+        sampling,
+        num_rows=settings.num_rows,
+        max_tokens=max_tokens,
+        max_new_tokens=settings.max_new_tokens,
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
@@ -186,64 +256,8 @@ def _add(writer: ShardWriter, report: Report, tokenizer: PreTrainedTokenizerBase
 
 def _fraction(messages: Messages) -> float:
     """0..1, evenly spread, by what stands before the first answer."""
-    prompt = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
-    digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
+    digest = hashlib.sha256(json.dumps(before_answer(messages), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def _conversations(inputs: Iterable[Path], report: Report) -> Iterator[Messages]:
-    """Well-formed conversations; malformed lines raise DataError, unusable conversations are counted as dropped."""
-    for path in inputs:
-        try:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        try:
-                            yield _messages(_turns(line, f"{path}:{number}"))
-                        except Dropped as reason:
-                            report.dropped[str(reason)] += 1
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error}") from None
-
-
-def _turns(line: bytes, where: str) -> list[Any]:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
-    turns = _first(list, record, "messages", "conversations") if isinstance(record, dict) else None
-    if turns is None:
-        raise DataError(f"{where}: needs a list `messages` (role, content) or `conversations` (from, value)")
-    return turns
-
-
-def _messages(turns: list[Any]) -> Messages:
-    """A conversation up to its last answer; raises Dropped."""
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise Dropped("a turn is not an object")
-        role, content = _first(str, turn, "role", "from"), _first(str, turn, "content", "value")
-        if role not in _ROLES:
-            raise Dropped("a role is none of system, user (human), assistant (gpt)")
-        if content is None or not content.strip():
-            raise Dropped("a turn has no text")
-        if _SURROGATE.search(content):
-            raise Dropped("a turn's text holds half a character (a lone surrogate)")
-        messages.append({"role": _ROLES[role], "content": content.strip()})
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages:
-        raise Dropped("the assistant says nothing")
-    roles = [message["role"] for message in messages]
-    if "user" not in roles[: roles.index("assistant")]:
-        raise Dropped("the assistant speaks before the user")
-    return messages
-
-
-def _first(kind: type[_T], record: dict[str, Any], *keys: str) -> _T | None:
-    """The first of these values that is of this kind."""
-    return next((record[key] for key in keys if isinstance(record.get(key), kind)), None)
 
 
 @contextlib.contextmanager
@@ -269,17 +283,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gguf-file", help="name of a GGUF file inside the target's folder")
     parser.add_argument("--max-tokens", type=int, default=BatchConfig().row_tokens, help="longest document (%(default)s)")
     parser.add_argument("--held-out", type=float, default=0.02, help="share set aside for validation (%(default)s)")
+    group = parser.add_argument_group("the target writes the answers")
+    group.add_argument(
+        "--regenerate", action="store_true", help="replace all answers by the target's own; needed by what follows"
+    )
+    defaults = Regeneration()
+    group.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (%(default)s)")
+    group.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="longest answer used (%(default)s)")
+    group.add_argument("--rows", type=int, default=defaults.num_rows, help="answers in progress at once (%(default)s)")
+    group.add_argument("--seed", type=int, default=defaults.seed, help="of sampling here (%(default)s)")
+    group.add_argument("--device", default=defaults.device, help="cpu or cuda:N (%(default)s)")
+    group.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the target (%(default)s)")
+    group.add_argument("--server", help="URL of an OpenAI-compatible server that runs the target, such as http://host:8000/v1")
+    group.add_argument("--server-model", help="what the server calls the target, if not as --target")
     args = parser.parse_args(argv)
     if args.max_tokens < 1 or not 0 <= args.held_out < 1:
         parser.error("--max-tokens must be at least 1 and --held-out 0..1, 1 excluded")
-    target = TargetConfig(path=args.target, gguf_file=args.gguf_file)
+    if args.temperature < 0 or args.seed < 0 or args.max_new_tokens < 1 or args.rows < 1:
+        parser.error("--temperature and --seed must be at least 0, --max-new-tokens and --rows at least 1")
+    target = TargetConfig(path=args.target, gguf_file=args.gguf_file, dtype=args.dtype)
+    regeneration = Regeneration(
+        temperature=args.temperature,
+        max_new_tokens=args.max_new_tokens,
+        num_rows=args.rows,
+        seed=args.seed,
+        device=args.device,
+        server=args.server,
+        server_model=args.server_model,
+    )
+    if regeneration != defaults and not args.regenerate:
+        parser.error("--temperature, --max-new-tokens, --rows, --seed, --device, --server and --server-model need --regenerate")
     try:
-        report = prepare(args.input, args.output, target, max_tokens=args.max_tokens, held_out=args.held_out)
+        report = prepare(
+            args.input,
+            args.output,
+            target,
+            max_tokens=args.max_tokens,
+            held_out=args.held_out,
+            regeneration=regeneration if args.regenerate else None,
+            tell=_Ticker(),
+        )
     except TrainerError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     sys.stdout.write(f"{report}wrote {args.output}\n")
     return 0
+
+
+class _Ticker:
+    """A line on stderr, not too often."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now < self._next and progress.done < progress.total:
+            return
+        self._next = now + _TICK_S
+        left = "" if progress.remaining_s is None else f", {_duration(progress.remaining_s)} left"
+        sys.stderr.write(
+            f"answered {progress.done} of {progress.total} conversations, {progress.conversations_per_s:.2f}/s, "
+            f"{progress.tokens_per_s:.0f} tokens/s{left}\n"
+        )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trainer.anchors import block_labels
 from trainer.batch import Batch, FeatureBatch
 from trainer.config import TrainConfig
-from trainer.loss import drafter_loss
-from trainer.model.attention import draft_mask
-from trainer.model.draft import DraftModel, copy_draft, forward_blocks
+from trainer.loss import blocks_loss
+from trainer.model.draft import DraftModel, copy_draft
 from trainer.model.target import TargetModel
 from trainer.optim import DraftOptimizer
-from trainer.packing import batches
+from trainer.packing import add_noise, batches
 from trainer.pipeline import Loaded
 
 
@@ -35,29 +33,30 @@ def plain_losses(config: TrainConfig, loaded: Loaded, steps: int) -> list[float]
     for step in range(steps):
         optimizer.zero_grad()
         rows = itertools.chain.from_iterable(map(rows_of, itertools.islice(stream, num_batches)))
-        parts = [_accumulate(config, row.to(device), target, model, ends) for row in rows]
+        parts = [_accumulate(config, row.to(device), number, target, model, ends) for number, row in rows]
         loss_sum, weight_sum = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
         optimizer.step(step, loss_sum, weight_sum)
         losses.append((loss_sum / weight_sum).item())
     return losses
 
 
-def rows_of(batch: Batch) -> Iterator[Batch]:
-    """A batch as batches of one row."""
+def rows_of(batch: Batch) -> Iterator[tuple[int, Batch]]:
+    """A batch as batches of one row, with their numbers in it."""
     for r in range(len(batch.tokens)):
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-        yield Batch(**{name: v[r : r + 1] if isinstance(v, Tensor) else v for name, v in values.items()})
+        yield r, Batch(**{name: v[r : r + 1] if isinstance(v, Tensor) else v for name, v in values.items()})
 
 
 def _accumulate(
-    config: TrainConfig, row: Batch, target: TargetModel, model: DraftModel, ends: tuple[Tensor, Tensor]
+    config: TrainConfig, row: Batch, number: int, target: TargetModel, model: DraftModel, ends: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Add a row's gradient; returns its loss sum and weight sum."""
-    embedding, head = ends
-    size = config.draft.block_size
-    features = FeatureBatch(batch=row, context_features=target.context_features(row, eager=True))
-    labels, weights = block_labels(row, size, config.loss_gamma)
-    hidden = forward_blocks(model, embedding, features, draft_mask(row, size))
-    loss = drafter_loss(hidden, head, labels, weights, eager=True)
+    wants_states = config.optim.loss_labels == "logits"
+    states = target.embedding.new_empty(*row.tokens.shape, target.embedding.shape[1]) if wants_states else None
+    context_features = target.context_features(row, states=states, eager=True)
+    if config.draft.feature_noise:
+        add_noise(context_features[0], config, row.index, number)
+    features = FeatureBatch(batch=row, context_features=context_features, target_states=states)
+    loss, _ = blocks_loss(config, model, ends, features, eager=True)
     loss.loss_sum.backward()
     return loss.loss_sum.detach(), loss.weight_sum

@@ -20,6 +20,7 @@ from trainer.dataset import Shards
 from trainer.events import EventLog
 from trainer.metrics import Totals
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
+from trainer.packing import packing_waste
 from trainer.proof import Proof, waits
 from trainer.wiring import Saved, StepReport, Validated, Wiring
 
@@ -76,12 +77,14 @@ class Reporter:
         """Target and data are in memory."""
         with torch.device("meta"):
             num_parameters = sum(p.numel() for p in DraftModel(spec).parameters())
+        waste = packing_waste(shards.lengths, self._config)
         self._loaded = {
             "draft_parameters": num_parameters,
             "target_layer_ids": list(spec.target_layer_ids),
             "mask_token_id": spec.mask_token_id,
             "documents": len(shards),
             "document_tokens": len(shards.tokens),
+            "packing_waste": waste,
         }
         log.info(
             "drafter: %d layers, %.1f M parameters, blocks of %d, tapped target layers %s, mask token %d",
@@ -91,7 +94,7 @@ class Reporter:
             list(spec.target_layer_ids),
             spec.mask_token_id,
         )
-        log.info("data: %d documents, %d tokens", len(shards), len(shards.tokens))
+        log.info("data: %d documents, %d tokens, %.1f %% of an epoch is padding", len(shards), len(shards.tokens), 100 * waste)
 
     def opening(self, wiring: Wiring, spec: DraftSpec, info: TargetInfo) -> None:
         """Every worker is ready and none has gone on; what counts from the gate counts from now. Any thread may call it."""

@@ -54,7 +54,8 @@ class Slot:
     @property
     def tensors(self) -> list[Tensor]:
         """All buffers, in a fixed order."""
-        return [*tensors_of(self.features.batch), self.features.context_features]
+        states = self.features.target_states
+        return [*tensors_of(self.features.batch), self.features.context_features, *([] if states is None else [states])]
 
     def copy_from(self, other: "Slot") -> None:
         """Copy from another device, in the current streams of both (torch's peer copy waits for either)."""
@@ -62,11 +63,16 @@ class Slot:
             mine.copy_(theirs, non_blocking=True)
 
 
-def make_slot(config: TrainConfig, width: int, device: torch.device) -> Slot:
-    """A slot with a blank batch and zero features; `width` is that of the context features."""
+def make_slot(config: TrainConfig, num_tapped: int, hidden_size: int, device: torch.device) -> Slot:
+    """A slot with a blank batch and zero features, from `num_tapped` layers of this size."""
     batch = blank_batch(config).to(device)
-    features = torch.zeros(*batch.tokens.shape, width, dtype=getattr(torch, config.target.dtype), device=device)
-    return Slot(FeatureBatch(batch=batch, context_features=features), Mark(device), Mark(device))
+
+    def zeros(width: int) -> Tensor:
+        return torch.zeros(*batch.tokens.shape, width, dtype=getattr(torch, config.target.dtype), device=device)
+
+    states = zeros(hidden_size) if config.optim.loss_labels == "logits" else None
+    features = FeatureBatch(batch=batch, context_features=zeros(num_tapped * hidden_size), target_states=states)
+    return Slot(features, Mark(device), Mark(device))
 
 
 class PinnedStage:

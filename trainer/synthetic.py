@@ -72,7 +72,7 @@ def random_target(shape: str, config: TrainConfig, device: torch.device) -> Targ
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(qwen, dtype=getattr(torch, config.target.dtype))
-    return TargetModel(model.eval(), tapped, device)
+    return TargetModel(model.eval(), tapped, device, to_end=config.optim.loss_labels == "logits")
 
 
 def random_shards(num_words: int, document_tokens: tuple[int, int], num_documents: int) -> Shards:

@@ -107,6 +107,8 @@ class Wiring:
     """The channels, gates and devices of a run; `wire` makes it."""
 
     config: TrainConfig
+    first_step: int
+    """Steps that an earlier run has done."""
     captured: StartupGate
     """Phase 1: drafters, then targets, compile and capture one by one; then it opens."""
     gate: StartupGate
@@ -144,7 +146,7 @@ class Wiring:
         return len(self.features)
 
 
-def wire(config: TrainConfig, on_open: Callable[[], None]) -> Wiring:
+def wire(config: TrainConfig, on_open: Callable[[], None], first_step: int = 0) -> Wiring:
     """Channels and gates for `config`; `on_open` runs when the gate opens."""
     pipeline, capacity = config.pipeline, config.pipeline.channel_capacity
     num_targets, num_drafters = len(pipeline.target_devices), len(pipeline.drafter_devices)
@@ -154,6 +156,7 @@ def wire(config: TrainConfig, on_open: Callable[[], None]) -> Wiring:
     parties = [*devices, "prefetch-0"]
     return Wiring(
         config=config,
+        first_step=first_step,
         captured=StartupGate(parties, on_open=lambda: None),
         gate=StartupGate(parties, on_open=on_open),
         batches=[Channel(f"batches-{t}", 2) for t in range(num_targets)],

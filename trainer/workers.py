@@ -33,7 +33,7 @@ def batch_prefetcher(
     for index in range(wiring.dry_batches):
         outs[index % len(outs)].send(dataclasses.replace(blank, index=index), timeout_s=STALL_S)
     wiring.gate.pass_through(worker.name, timeout_s=STALL_S)
-    for index in range(config.run.steps * num_drafters):
+    for index in range(wiring.first_step * num_drafters, config.run.steps * num_drafters):
         worker.step = index // num_drafters + 1
         outs[index % len(outs)].send(next(source), timeout_s=STALL_S)
         done, rest = divmod(index + 1, num_drafters)
@@ -82,7 +82,7 @@ def drafter_train_loop(worker: Worker, wiring: Wiring, rank: int, make: Callable
     wiring.captured.pass_through(worker.name, timeout_s=STALL_S)
     drafter.connect()
     wiring.gate.pass_through(worker.name, timeout_s=STALL_S)
-    for step in range(run.steps):
+    for step in range(wiring.first_step, run.steps):
         worker.step = done = step + 1
         drafter.train(step)
         last = done == run.steps

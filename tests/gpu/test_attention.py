@@ -23,7 +23,7 @@ def batch():
     loss_mask = (doc_ids != NO_DOCUMENT) & (positions > 10)
     loss_mask[1, 24:] = False
     eligible = eligible_anchors(loss_mask, doc_ids)
-    anchors, valid = sample_anchors(eligible, ANCHORS, torch.Generator().manual_seed(0))
+    anchors, valid = sample_anchors(eligible, doc_ids, ANCHORS, torch.Generator().manual_seed(0))
     assert valid.sum(dim=1).tolist() == [20, 12, 0]
     tokens = torch.randint(50, (ROWS, SLOTS), generator=torch.Generator().manual_seed(1))
     return Batch(

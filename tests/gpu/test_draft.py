@@ -52,7 +52,7 @@ def _batch():
     positions = torch.arange(200).repeat(2, 1)
     positions[:, 90:] -= 90
     loss_mask = (positions > 5) & (doc_ids >= 0)
-    anchors, valid = sample_anchors(eligible_anchors(loss_mask, doc_ids), 150, torch.Generator().manual_seed(0))
+    anchors, valid = sample_anchors(eligible_anchors(loss_mask, doc_ids), doc_ids, 150, torch.Generator().manual_seed(0))
     return Batch(
         index=0,
         tokens=torch.randint(90, (2, 200), generator=torch.Generator().manual_seed(1)),
@@ -76,7 +76,7 @@ def _train(target, device, dtype, num_steps):
     losses = []
     for step in range(num_steps):
         optimizer.zero_grad()
-        hidden = forward_blocks(model, embedding, features, draft_mask(batch, 8))
+        hidden = forward_blocks(model, embedding, features, {None: draft_mask(batch, 8)})
         parts = drafter_loss(hidden, head, labels, weights, chunk_tokens=500)
         parts.loss_sum.backward()
         metrics.add(parts, weights)
@@ -122,7 +122,7 @@ def test_a_bf16_step_is_the_fp64_step_within_a_hundredth(targets):
         labels, weights = block_labels(here, 8, 4.0)
         optimizer = DraftOptimizer(model, CONFIG)
         embedding, head = target.ends(device, dtype)
-        hidden = forward_blocks(compiled(model, "threadwarm", device), embedding, features, draft_mask(here, 8))
+        hidden = forward_blocks(compiled(model, "threadwarm", device), embedding, features, {None: draft_mask(here, 8)})
         parts = drafter_loss(hidden, head, labels, weights)
         parts.loss_sum.backward()
         losses.append((parts.loss_sum / parts.weight_sum).item())

@@ -141,7 +141,7 @@ def assert_dies(train, run, error, raised, worker, tmp_path):
 def test_a_drafter_that_dies_before_or_inside_its_capture(config, train, monkeypatch, tmp_path, moment):
     capturing = torch.cuda.is_current_stream_capturing
     when = capturing if moment == "inside" else lambda: True
-    error, raised = fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-1", when)
+    error, raised = fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-1", when)
     assert_dies(train, config("0", "00"), error, raised, "draft-1", tmp_path)
 
 

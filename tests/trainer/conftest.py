@@ -1,12 +1,25 @@
 """Small batches, drafters and targets for every trainer test."""
 
+import contextlib
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import tiny
 import torch
 
+from trainer import pipeline
 from trainer.batch import NO_DOCUMENT, Batch
+from trainer.config import TargetConfig, TrainConfig
+from trainer.dataset import SPLITS, ShardWriter
+from trainer.decoding import Sampling, decode
+from trainer.events import EventLog
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
+from trainer.model.target import load_causal_lm
 
 VOCABULARY = 64
 
@@ -90,6 +103,7 @@ def _make_spec(**changes: object) -> DraftSpec:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "initializer_range": 0.02,
+        "layer_windows": (None, None),
         "dtype": torch.float32,
     }
     return DraftSpec(**(values | changes))  # type: ignore[arg-type]
@@ -103,3 +117,40 @@ def _make_drafter(spec: DraftSpec, seed: int = 0) -> DraftModel:
         for parameter in model.parameters():
             parameter.normal_(0.0 if parameter.ndim > 1 else 1.0, 0.3, generator=generator)
     return model
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A target in fp32, and a drafter that has learnt some of its greedy answers."""
+
+    target: Path
+    checkpoint: Path
+    shards: Path
+    """Its held-out documents are those that were trained on: a good share of the drafts is accepted."""
+    model: Any
+    prompts: list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    root = tmp_path_factory.mktemp("trained")
+    run = tiny.make(root)
+    model = load_causal_lm(TargetConfig(path="target", dtype="float32"), root, torch.device("cpu"))
+    mask_token_id = 60
+    greedy = Sampling(0.0, torch.Generator())
+    prompts = np.random.default_rng(1).integers(2, 60, (40, 3)).tolist()
+    answers = [decode(model, prompt, 20, {1}, greedy).tokens for prompt in prompts]
+    kept = [(prompt, prompt + answer) for prompt, answer in zip(prompts, answers, strict=True) if mask_token_id not in answer]
+    (root / "own").mkdir()
+    with ShardWriter(root / "own") as writer:
+        for split in SPLITS:
+            for prompt, tokens in kept:
+                writer.append(split, np.array(tokens, dtype=np.uint32), np.arange(len(tokens)) >= len(prompt))
+        writer.finish(tokenizer_digest=run.tokenizer_digest, about={})
+    config = run.config(
+        data={"path": "own"}, batch={"rows": 4}, draft={"num_anchors": 24}, run={"steps": 150, "log_every": 150}
+    )
+    (root / "run.json").write_text(json.dumps(config))
+    with contextlib.closing(EventLog(root / "events.jsonl")) as log:
+        pipeline.train(TrainConfig.from_dict(config), root, log)
+    return Trained(root / "target", root / "checkpoints" / "latest", root / "own", model, [prompt for prompt, _ in kept])

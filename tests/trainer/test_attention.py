@@ -37,6 +37,20 @@ def test_draft_mask_against_a_brute_force_reading_of_its_definition(batch):
         assert bool(mask[b, 0, q, kv]) == expected, (b, q, kv)
 
 
+@pytest.mark.parametrize("window", [4, 6, 40])
+def test_a_sliding_layer_sees_a_window_and_nothing_behind_itself(batch, window):
+    block_size, num_slots = 4, 18
+    mask = draft_mask(batch, block_size, window)
+    for b, q, kv in itertools.product(range(3), range(24), range(42)):
+        n, offset = divmod(q, block_size)
+        anchor = int(batch.anchors[b, n])
+        in_context = kv < num_slots and kv < anchor and batch.doc_ids[b, kv] == batch.doc_ids[b, anchor]
+        seen = in_context and anchor + offset - kv < window
+        if kv >= num_slots:
+            seen = (kv - num_slots) // block_size == n and (kv - num_slots) % block_size <= offset
+        assert bool(mask[b, 0, q, kv]) == (bool(batch.anchor_valid[b, n]) and bool(seen)), (b, q, kv)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_document_mask_against_a_brute_force_reading_of_its_definition(batch, window):
     mask = document_mask(batch.doc_ids, window)
@@ -100,6 +114,20 @@ def test_tiles_are_those_that_torch_finds_by_evaluating_the_whole_mask(make_batc
         assert full.any() == (window in (None, 300))
         for ours, theirs in zip(document_tiles(batch.doc_ids, window), (seen, full), strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("window", [64, 128, 200, 400, 2000])
+def test_sliding_tiles_leave_out_nothing_and_are_full_only_where_all_is_seen(make_batch, window):
+    anchors = [sorted({5 + 17 * n for n in range(40)}), [10, 140, 160, 500, 549, 560], [299], []]
+    batch = make_batch([[700], [150, 400, 30], [300], []], anchors, num_slots=700, num_anchors=40)
+    queries = 40 * 16
+    mask = create_block_mask(draft_mask_mod(batch, 16, window), 4, None, queries, 700 + queries, device="cpu")
+    seen, full = draft_tiles(batch, 16, window)
+    all_seen, all_full = _tiles(mask)
+    assert (seen | ~all_seen).all()
+    assert (all_full | ~full).all()
+    assert seen.sum() <= 1.25 * all_seen.sum()  # a few at the edge
+    assert full.any() == (window >= 400)
 
 
 def test_a_block_mask_holds_contiguous_tensors_in_the_order_of_torchs_own(make_batch):

@@ -9,8 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import trainer.checkpoint
-from trainer.checkpoint import Staging, save_checkpoint
+from trainer.checkpoint import Staging, TrainingState, load_training_state, save_checkpoint, trained_with
+from trainer.config import TrainConfig
 from trainer.errors import CheckpointError
+from trainer.optim import DraftOptimizer
 
 
 @pytest.fixture
@@ -131,3 +133,110 @@ def test_a_checkpoint_is_never_overwritten(model, target_info, tmp_path):
         save_checkpoint(tmp_path, 5, Staging(model), target_info)
     assert (folder / "model.safetensors").read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-5"]
+
+
+CONFIG = TrainConfig.from_dict(
+    {
+        "target": {"path": "t"},
+        "data": {"path": "d"},
+        "optim": {"lr": 0.01, "weight_decay": 0.1},
+        "run": {"steps": 6},
+        "pipeline": {"target_devices": ["cpu"], "drafter_devices": ["cpu"], "graphs": "none"},
+    }
+)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+        optimizer.step(step, torch.tensor(2.0), torch.tensor(3.0))
+
+
+def state_of(optimizer, step, config=CONFIG):
+    return TrainingState(step=step, tensors=optimizer.state_tensors(), trained_with=trained_with(config, "d1"))
+
+
+def test_what_is_resumed_goes_on_bit_for_bit(make_spec, make_drafter, target_info, tmp_path):
+    straight, broken, fresh = (make_drafter(make_spec()) for _ in range(3))
+    train(straight, DraftOptimizer(straight, CONFIG), range(6))
+    optimizer = DraftOptimizer(broken, CONFIG)
+    train(broken, optimizer, range(3))
+    folder = save_checkpoint(tmp_path, 3, Staging(broken), target_info, state_of(optimizer, 3))
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    resumed = load_training_state(folder, trained_with(CONFIG, "d1"))
+    optimizer = DraftOptimizer(fresh, CONFIG)
+    addresses = [parameter.data_ptr() for parameter in fresh.parameters()]
+    optimizer.hold(True)
+    optimizer.step(0, torch.tensor(1.0), torch.tensor(1.0))  # as warming up does, before anything is restored
+    optimizer.hold(False)
+    optimizer.load_state_tensors(resumed.tensors)
+    train(fresh, optimizer, range(resumed.step, 6))
+    assert addresses == [parameter.data_ptr() for parameter in fresh.parameters()]
+    for name, tensor in straight.state_dict().items():
+        assert torch.equal(tensor, fresh.state_dict()[name]), name
+    assert json.loads((folder / "training" / "state.json").read_text())["step"] == 3
+
+
+def test_servers_see_no_tensors_but_the_drafters(model, target_info, tmp_path):
+    folder = save_checkpoint(tmp_path, 1, Staging(model), target_info, state_of(DraftOptimizer(model, CONFIG), 1))
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(None, [1, 2, 10, 11]), (1, [11]), (3, [2, 10, 11])])
+def test_the_newest_are_kept_and_the_newest_alone_is_resumed_from(model, target_info, tmp_path, keep, kept):
+    optimizer = DraftOptimizer(model, CONFIG)
+    for step in (1, 2, 10, 11):
+        save_checkpoint(tmp_path, step, Staging(model), target_info, state_of(optimizer, step), keep)
+    assert sorted(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*")) == kept
+    assert [path.parent.name for path in tmp_path.glob("step-*/training")] == ["step-11"]
+    assert load_training_state(tmp_path / "latest", {}).step == 11
+    if keep is None:
+        with pytest.raises(CheckpointError, match="step-10: nothing to resume from, only the newest checkpoint"):
+            load_training_state(tmp_path / "step-10", {})
+
+
+def test_a_disk_that_is_really_full_leaves_the_last_good_one(make_spec, make_drafter, target_info, tmpfs):
+    model = make_drafter(make_spec())
+    optimizer = DraftOptimizer(model, CONFIG)
+    train(model, optimizer, range(1))
+    state = sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
+    disk = tmpfs(f"size={state * 17 // 10}")
+    save_checkpoint(disk, 1, Staging(model), target_info, state_of(optimizer, 1), 1)
+    with pytest.raises(CheckpointError, match="step-2: the checkpoint could not be written"):
+        save_checkpoint(disk, 2, Staging(model), target_info, state_of(optimizer, 2), 1)
+    assert sorted(os.listdir(disk)) == ["latest", "step-1"]
+    assert load_training_state(disk / "latest", trained_with(CONFIG, "d1")).step == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "checksum", "sentence"),
+    [
+        ("draft", {"block_size": 8}, "d1", "draft.block_size must be what it was, 16, got 8"),
+        ("optim", {"lr": 0.02}, "d1", "optim.lr must be what it was, 0.01, got 0.02"),
+        ("run", {"steps": 9}, "d1", "run.steps must be what it was, 6, got 9"),
+        ("run", {}, "d2", "checksum of data.path must be what it was, 'd1', got 'd2'"),
+        ("pipeline", {"drafter_devices": ["cpu", "cpu"]}, "d1", "number of drafters must be what it was, 1, got 2"),
+    ],
+)
+def test_what_was_trained_otherwise_is_not_gone_on_with(model, target_info, tmp_path, section, changes, checksum, sentence):
+    folder = save_checkpoint(tmp_path, 1, Staging(model), target_info, state_of(DraftOptimizer(model, CONFIG), 1))
+    given = CONFIG.to_dict()
+    given[section] |= changes
+    with pytest.raises(CheckpointError) as caught:
+        load_training_state(folder, trained_with(TrainConfig.from_dict(given), checksum))
+    assert str(caught.value) == f"run.resume {folder}: {sentence}"
+
+
+def test_a_damaged_training_state_is_one_sentence(model, target_info, tmp_path):
+    folder = save_checkpoint(tmp_path, 1, Staging(model), target_info, state_of(DraftOptimizer(model, CONFIG), 1))
+    path = folder / "training" / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="the training state cannot be read"):
+        load_training_state(folder, {})
+    (folder / "training" / "state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="the training state cannot be read"):
+        load_training_state(folder, {})

@@ -42,6 +42,19 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("pipeline.graphs", "lazy", "crashes in cudagraph-trees"),
         ("pipeline.graphs", "mainwarm", "silently wrong"),
         ("optim.lr_warmup_steps", 1000, "optim.lr_warmup_steps must be below run.steps (1000), got 1000"),
+        ("draft.layer_types", ["full_attention"], "draft.layer_types must name 5 layers, as draft.num_layers says, got"),
+        (
+            "draft.layer_types",
+            ["full"] * 5,
+            "draft.layer_types[0] must be one of full_attention, sliding_attention, got 'full'",
+        ),
+        ("draft.layer_types", ["sliding_attention"] * 5, "draft.sliding_window must be at least draft.block_size (16) for"),
+        ("draft.sliding_window", 64, "draft.sliding_window needs a sliding_attention layer in draft.layer_types, got none"),
+        ("draft.feature_noise", -1, "draft.feature_noise must be 0..10, got -1.0"),
+        ("optim.optimizer", "sgd", "optim.optimizer must be one of adamw, muon, got 'sgd'"),
+        ("optim.loss_weights", "linear", "optim.loss_weights must be one of decay, dpace, got 'linear'"),
+        ("optim.loss_labels", "words", "optim.loss_labels must be one of tokens, logits, got 'words'"),
+        ("run.keep_checkpoints", 0, "run.keep_checkpoints must be at least 1, got 0"),
         ("batch.row_tokens", 16, "draft.block_size must be below batch.row_tokens (16), got 16"),
     ],
 )
@@ -49,6 +62,12 @@ def test_bad_values(key: str, value: object, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig.from_dict(changed(key, value))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("other", [{"loss_gamma": 7.0}, {"loss_labels": "logits"}])
+def test_dpace_stands_alone(other: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"optim\.loss_weights: dpace cannot be had with optim\.loss_"):
+        TrainConfig.from_dict(GOOD | {"optim": {"loss_weights": "dpace"} | other})
 
 
 @pytest.mark.parametrize("given", [{"target": {"path": "t"}}, {"target": {"path": "t"}, "data": {}}])

@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,10 @@ def test_what_is_written_is_read_back(folder: Path) -> None:
     check(shards)
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["target"] == "tiny"
-    assert meta["splits"]["train"] == {"documents": 3, "tokens": 9, "response_tokens": 4}
+    counts = meta["splits"]["train"]
+    files = {name: (folder / "train" / f"{name}.bin").read_bytes() for name in ("tokens", "offsets", "loss_mask")}
+    assert counts.pop("sha256") == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    assert counts == {"documents": 3, "tokens": 9, "response_tokens": 4}
 
 
 def test_an_empty_split_is_refused(folder: Path) -> None:
@@ -50,9 +54,9 @@ def test_an_empty_split_is_refused(folder: Path) -> None:
     [
         (None, "meta.json is missing"),
         ("{", "is not JSON"),
-        ('{"format": "other"}', "must describe dflash-token-shards version 1"),
-        ('{"format": "dflash-token-shards", "version": 1}', r"meta.json does not say what is in train \('splits'\)"),
-        ('{"format": "dflash-token-shards", "version": 1, "splits": 3}', "meta.json does not say what is in train"),
+        ('{"format": "other"}', "must describe dflash-token-shards version 2"),
+        ('{"format": "dflash-token-shards", "version": 2}', r"meta.json does not say what is in train \('splits'\)"),
+        ('{"format": "dflash-token-shards", "version": 2, "splits": 3}', "meta.json does not say what is in train"),
     ],
 )
 def test_a_foreign_folder_is_refused(tmp_path: Path, meta: str | None, text: str) -> None:
@@ -79,8 +83,22 @@ def test_a_file_that_was_cut_short_is_refused(folder: Path, name: str) -> None:
         open_shards(folder, "train")
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "loss_mask.bin"])
+def test_a_file_that_was_changed_is_refused(folder: Path, name: str) -> None:
+    path = folder / "train" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"{name} is not what was written: its SHA-256 differs"):
+        open_shards(folder, "train")
+
+
 def test_offsets_that_do_not_ascend_are_refused(folder: Path) -> None:
-    (folder / "train" / "offsets.bin").write_bytes(np.array([0, 3, 3, 9], dtype="<i8").tobytes())
+    data = np.array([0, 3, 3, 9], dtype="<i8").tobytes()
+    (folder / "train" / "offsets.bin").write_bytes(data)
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["splits"]["train"]["sha256"]["offsets"] = hashlib.sha256(data).hexdigest()
+    (folder / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(DataError, match="must ascend from 0 to 9"):
         open_shards(folder, "train")
 

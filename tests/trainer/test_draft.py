@@ -11,7 +11,7 @@ from trainer.checkpoint import Staging, save_checkpoint
 from trainer.config import DraftConfig
 from trainer.errors import ConfigError
 from trainer.model.attention import dense_mask, draft_mask
-from trainer.model.draft import build_draft, forward_blocks, resolve_draft, resolve_target_layer_ids
+from trainer.model.draft import build_draft, draft_masks, forward_blocks, resolve_draft, resolve_target_layer_ids
 
 CPU = torch.device("cpu")
 
@@ -33,10 +33,10 @@ def embedding():
     return torch.randn(64, 32, generator=torch.Generator().manual_seed(6))
 
 
-@pytest.fixture
-def judged(make_spec, make_drafter, target_info, tmp_path):
+@pytest.fixture(params=[(None, None), (5, None), (4, 4)], ids=["full", "sliding and full", "sliding"])
+def judged(make_spec, make_drafter, target_info, tmp_path, request):
     """A drafter with weights that bf16 holds exactly, and z-lab's class with the same weights out of our checkpoint."""
-    model = make_drafter(make_spec())
+    model = make_drafter(make_spec(layer_windows=request.param))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -64,7 +64,7 @@ def _draft_one_by_one(judge, features, embedding, b, n):
 def test_training_on_all_blocks_equals_z_labs_inference_block_by_block(judged, features, embedding):
     model, judge = judged
     batch = features.batch
-    hidden = forward_blocks(model, embedding, features, draft_mask(batch, 4))
+    hidden = forward_blocks(model, embedding, features, draft_masks(batch, model.spec))
     assert hidden.shape == (2, 6, 4, 32)
     for b, n in batch.anchor_valid.nonzero().tolist():
         expected = _draft_one_by_one(judge, features, embedding, b, n)
@@ -88,9 +88,11 @@ def _sees_another_document(b, q, kv, batch):
 def test_the_judge_notices_a_leaking_mask(judged, features, embedding, leak):
     model, judge = judged
     batch = features.batch
-    right = draft_mask(batch, 4)
-    leaking = dense_mask(lambda b, h, q, kv: right[b, h, q, kv] | leak(b, q, kv, batch), 2, 24, 18 + 24, CPU)
-    hidden = forward_blocks(model, embedding, features, leaking)
+    masks = {
+        window: dense_mask(lambda b, h, q, kv, right=right: right[b, h, q, kv] | leak(b, q, kv, batch), 2, 24, 18 + 24, CPU)
+        for window, right in draft_masks(batch, model.spec).items()
+    }
+    hidden = forward_blocks(model, embedding, features, masks)
     errors = [
         (hidden[b, n] - _draft_one_by_one(judge, features, embedding, b, n)).abs().max()
         for b, n in batch.anchor_valid.nonzero().tolist()
@@ -103,7 +105,9 @@ def test_invalid_blocks_and_padding_do_not_move_anything(make_spec, make_drafter
     batch = features.batch
 
     def gradients(batch, context):
-        hidden = forward_blocks(model, embedding, FeatureBatch(batch=batch, context_features=context), draft_mask(batch, 4))
+        hidden = forward_blocks(
+            model, embedding, FeatureBatch(batch=batch, context_features=context), {None: draft_mask(batch, 4)}
+        )
         return torch.autograd.grad(hidden[batch.anchor_valid].square().sum(), list(model.parameters()))
 
     dirty_context = features.context_features.clone()
@@ -117,7 +121,7 @@ def test_invalid_blocks_and_padding_do_not_move_anything(make_spec, make_drafter
 def test_every_parameter_learns_and_nothing_else_is_one(make_spec, make_drafter, features, embedding):
     model = make_drafter(make_spec())
     embedding.requires_grad_(False)
-    forward_blocks(model, embedding, features, draft_mask(features.batch, 4)).square().sum().backward()
+    forward_blocks(model, embedding, features, {None: draft_mask(features.batch, 4)}).square().sum().backward()
     assert len(list(model.parameters())) == 3 + 11 * 2 == len(model.state_dict())
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().sum() > 0, name
@@ -126,7 +130,7 @@ def test_every_parameter_learns_and_nothing_else_is_one(make_spec, make_drafter,
 def test_bf16_computes_near_fp32_from_the_same_fp32_masters(make_spec, features, embedding):
     spec = make_spec(dtype=torch.bfloat16)
     model, exact = build_draft(spec, 0, CPU), build_draft(make_spec(), 0, CPU)
-    mask = draft_mask(features.batch, 4)
+    mask = {None: draft_mask(features.batch, 4)}
     hidden = forward_blocks(model, embedding.bfloat16(), features, mask)
     assert hidden.dtype == torch.bfloat16
     reference = forward_blocks(exact, embedding, features, mask)

@@ -107,3 +107,65 @@ def test_a_step_without_any_weight_has_a_zero_gradient(model):
     optimizer.check()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_muon_is_torchs_own_on_matrices_and_adamw_on_norms(model, make_spec):
+    config = _config(optimizer="muon", weight_decay=0.1, max_grad_norm=1e9, lr_warmup_steps=2)
+    twin = build_draft(make_spec(), 0, torch.device("cpu"))
+    muon = torch.optim.Muon(
+        [p for p in twin.parameters() if p.ndim == 2], lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW([p for p in twin.parameters() if p.ndim == 1], lr=1.0, weight_decay=0.0)
+    optimizer = DraftOptimizer(model, config)
+    optimizer.hold(True)  # as warming up does
+    _fill(model)
+    optimizer.step(0, ONE, ONE)
+    optimizer.hold(False)
+    for step in range(4):
+        optimizer.zero_grad()
+        _fill(model, 1.0 + step)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            q.grad = p.grad / 4
+        for reference in (muon, adamw):
+            for group in reference.param_groups:
+                group["lr"] = learning_rate(config, step)
+            reference.step()
+        optimizer.step(step, ONE, torch.tensor(4.0))
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
+def test_a_skipped_step_leaves_parameters_and_statistics_as_they_were(model, optimizer_name):
+    optimizer = DraftOptimizer(model, _config(optimizer=optimizer_name, weight_decay=0.1))
+    _fill(model)
+    optimizer.step(0, ONE, ONE)
+    before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    assert any(name.startswith("momentum_buffer/") for name in before) == (optimizer_name == "muon")
+    for held, loss in ((True, 1.0), (False, math.nan)):
+        optimizer.hold(held)
+        _fill(model, 3.0)
+        optimizer.step(1, torch.tensor(loss), ONE)
+        after = optimizer.state_tensors()
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(tensor, after[name]), name
+    with pytest.raises(NonFiniteError, match="step 2 "):
+        optimizer.check()
+
+
+def test_muon_goes_on_from_its_state_bit_for_bit(make_spec):
+    straight, broken, fresh = (build_draft(make_spec(), 0, torch.device("cpu")) for _ in range(3))
+    config = _config(optimizer="muon", weight_decay=0.1)
+    one, two = DraftOptimizer(straight, config), DraftOptimizer(broken, config)
+    for step in range(4):
+        for model, optimizer in ((straight, one), (broken, two)):
+            if step == 2 and model is broken:
+                state = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+                broken, two = fresh, DraftOptimizer(fresh, config)
+                two.load_state_tensors(state)
+                model, optimizer = broken, two
+            _fill(model, 1.0 + step)
+            optimizer.step(step, ONE, ONE)
+    for p, q in zip(straight.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -4,11 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from trainer.batch import NO_DOCUMENT, Batch
 from trainer.config import TrainConfig
 from trainer.dataset import Shards, ShardWriter, open_shards
-from trainer.packing import batches, blank_batch, pack
+from trainer.packing import batches, blank_batch, pack, packing_waste
 
 NUM_DOCUMENTS = 23
 
@@ -70,12 +71,37 @@ def equal(a: Batch, b: Batch) -> bool:
     )
 
 
+def chat_lengths(count: int) -> NDArray[np.int64]:
+    """As chats have them: most are short, some fill a row."""
+    lengths = np.random.default_rng(1).lognormal(6.0, 0.9, size=count)
+    return np.clip(lengths, 20, 3072).astype(np.int64)
+
+
 def test_rows_hold_whole_documents_and_no_document_is_lost() -> None:
-    lengths = np.random.default_rng(0).integers(1, 30, size=500)
-    rows = list(pack(lengths, 40, list(range(500))))
-    assert sorted(document for row in rows for document in row) == list(range(500))
+    lengths = np.random.default_rng(0).integers(1, 30, size=5000)
+    rows = list(pack(lengths, 40, np.random.default_rng(3)))
+    assert sorted(document for row in rows for document in row) == list(range(5000))
     assert all(sum(lengths[document] for document in row) <= 40 for row in rows)
-    assert lengths.sum() / (40 * len(rows)) > 0.9
+
+
+@pytest.mark.parametrize("count", [3000, 20000])
+def test_less_than_three_percent_of_the_slots_are_wasted(count: int) -> None:
+    settings = TrainConfig.from_dict({"target": {"path": "t"}, "data": {"path": "d"}})
+    lengths = chat_lengths(count)
+    waste = packing_waste(lengths, settings)
+    num_rows = sum(1 for _ in pack(lengths, 3072, np.random.default_rng([0, 0, 0])))
+    assert waste == 1 - lengths.sum() / (-(-num_rows // 16) * settings.token_budget)
+    assert 0 <= waste < 0.03
+
+
+def test_long_and_short_documents_are_mixed_over_the_epoch() -> None:
+    lengths = chat_lengths(20000)
+    rows = list(pack(lengths, 3072, np.random.default_rng(0)))
+    longest = [max(lengths[row]) for row in rows]
+    parts = [np.mean(part) for part in np.array_split(longest, 8)]
+    assert max(parts) / min(parts) < 1.25  # longest first inside a window, but not through the epoch
+    assert rows != list(pack(lengths, 3072, np.random.default_rng(1)))
+    assert rows == list(pack(lengths, 3072, np.random.default_rng(0)))
 
 
 def test_every_batch_has_the_one_shape_and_an_epoch_has_every_document_once(shards: Shards) -> None:
@@ -103,10 +129,13 @@ def test_positions_restart_and_document_ids_ascend(shards: Shards) -> None:
 
 
 def test_the_last_batch_of_an_epoch_is_filled_with_invalid_rows(shards: Shards) -> None:
-    stream = list(itertools.islice(batches(shards, config()), 12))
+    settings = config()
+    settings.batch.rows = 5
+    stream = list(itertools.islice(batches(shards, settings), 12))
     _, count = epoch_of(shards, stream)
+    assert packing_waste(shards.lengths, settings) == 1 - shards.lengths.sum() / (count * 5 * 20)
     invalid = (stream[count - 1].doc_ids == NO_DOCUMENT).all(dim=1)
-    assert invalid.tolist() == [False, True, True]
+    assert invalid.tolist().index(True) == 5 - sum(invalid.tolist()) > 0
     assert not stream[count - 1].anchor_valid[invalid].any()
     assert stream[count - 1].anchor_valid[~invalid].any()
 

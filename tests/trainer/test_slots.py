@@ -17,7 +17,7 @@ CONFIG = TrainConfig.from_dict(
 
 def test_a_slot_takes_a_batch_and_another_slot_without_moving(make_batch):
     batch = make_batch([[9, 7], [5]], [[2, 3], [1]], num_slots=18, num_anchors=5)
-    first, second = (make_slot(CONFIG, 6, CPU) for _ in range(2))
+    first, second = (make_slot(CONFIG, 3, 2, CPU) for _ in range(2))
     addresses = [tensor.data_ptr() for tensor in second.tensors]
     PinnedStage(CONFIG, CPU).load(batch, first.features.batch)
     first.features.context_features.fill_(3)
@@ -31,7 +31,7 @@ def test_a_slot_takes_a_batch_and_another_slot_without_moving(make_batch):
 
 
 def test_marks_on_the_cpu_are_no_obstacle():
-    slot = make_slot(CONFIG, 6, CPU)
+    slot = make_slot(CONFIG, 3, 2, CPU)
     for mark in (slot.filled, slot.free):
         mark.wait()
         mark.record()

@@ -45,7 +45,7 @@ def test_a_run_that_dies_is_a_no_go_with_its_first_cause(written, capsys, monkey
     def broken(*args):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", broken)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", broken)
     code, verdict = verdict_of(written, capsys)
     assert (code, verdict["go"]) == (1, False)
     assert verdict["reasons"] == ["the run died: RuntimeError: out of memory"]
@@ -90,11 +90,11 @@ def test_what_the_user_can_mend_is_one_sentence_and_still_a_document(tiny_run, t
 
 
 def test_a_loss_that_is_no_number_is_a_no_go(written, capsys, monkeypatch):
-    def poisoned(*args, original=trainer.drafter.drafter_loss):
-        loss = original(*args)
-        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan)
+    def poisoned(*args, original=trainer.drafter.blocks_loss):
+        loss, weights = original(*args)
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan), weights
 
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", poisoned)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", poisoned)
     assert main([str(written)]) == 1
     assert "loss and gradient must be finite" in json.loads(capsys.readouterr().out)["reasons"][0]
 

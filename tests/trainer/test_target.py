@@ -57,8 +57,8 @@ def _saved(config, folder: Path):
     return model
 
 
-def _load(folder: Path, draft=DRAFT, **options):
-    return load_target(TargetConfig(path=str(folder), dtype="float32", **options), Path("/"), CPU, draft)
+def _load(folder: Path, draft=DRAFT, *, to_end=False, **options):
+    return load_target(TargetConfig(path=str(folder), dtype="float32", **options), Path("/"), CPU, draft, to_end=to_end)
 
 
 @pytest.fixture
@@ -79,6 +79,21 @@ def test_a_packed_rows_features_are_each_documents_hidden_states_alone(kind, bat
             states = model(batch.tokens[b, mine][None], output_hidden_states=True).hidden_states
             alone = torch.cat([states[k + 1] for k in (1, 2, 4)], dim=-1)[0]
             torch.testing.assert_close(features[b, mine], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "llama-untied-llama3-rope"])
+@torch.no_grad()
+def test_a_target_that_runs_to_its_end_gives_what_its_head_reads(kind, batch, tmp_path):
+    model = _saved(MODELS[kind], tmp_path)
+    target = _load(tmp_path, to_end=True)
+    states = torch.zeros(3, 21, 32)
+    features = target.context_features(batch, states=states)
+    torch.testing.assert_close(features, _load(tmp_path).context_features(batch), rtol=0, atol=0)
+    _, head = target.ends(CPU, torch.float32)
+    for b, document in ((0, 0), (0, 2), (1, 1)):
+        mine = batch.doc_ids[b] == document
+        logits = model(batch.tokens[b, mine][None]).logits[0]
+        torch.testing.assert_close(states[b, mine] @ head.T, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama-tied", "llama-untied-llama3-rope"])

@@ -29,11 +29,12 @@ MASK_TILE = 128
 """Queries and keys of a tile."""
 
 
-def draft_mask_mod(batch: Batch, block_size: int) -> MaskMod:
+def draft_mask_mod(batch: Batch, block_size: int, window: int | None = None) -> MaskMod:
     """The drafter's mask: keys are the row's S context slots, then its N*K block slots; queries are the block slots.
 
     A query of a valid block sees its whole block, both ways, and the context of its document strictly before the
-    anchor: at inference the target has not read the anchor yet. An invalid block sees nothing.
+    anchor: at inference the target has not read the anchor yet. An invalid block sees nothing. In a layer with a window
+    (at least `block_size`), which counts the slots seen, the own included, a query sees nothing behind itself either.
     """
     num_slots = batch.tokens.shape[1]
     end_BN = batch.anchors
@@ -46,7 +47,16 @@ def draft_mask_mod(batch: Batch, block_size: int) -> MaskMod:
         own_block = (kv >= num_slots) & ((kv - num_slots) // block_size == block)
         return valid_BN[b, block] & (context | own_block)
 
-    return mask_mod
+    if window is None:
+        return mask_mod
+
+    def sliding(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        # slots behind the context count from the anchor on, as positions do
+        slot = torch.where(kv < num_slots, kv, end_BN[b, q // block_size] + (kv - num_slots) % block_size)
+        distance = end_BN[b, q // block_size] + q % block_size - slot
+        return mask_mod(b, h, q, kv) & (distance >= 0) & (distance < window)
+
+    return sliding
 
 
 def document_mask_mod(doc_ids_BS: Tensor, window: int | None = None) -> MaskMod:
@@ -64,14 +74,21 @@ def document_mask_mod(doc_ids_BS: Tensor, window: int | None = None) -> MaskMod:
     return sliding
 
 
-def draft_mask(batch: Batch, block_size: int) -> AttentionMask:
+def draft_mask(batch: Batch, block_size: int, window: int | None = None) -> AttentionMask:
     """The drafter's mask for a batch on the batch's device."""
     num_rows, num_slots = batch.tokens.shape
     num_queries = batch.anchors.shape[1] * block_size
-    mask_mod = draft_mask_mod(batch, block_size)
+    mask_mod = draft_mask_mod(batch, block_size, window)
     if not batch.tokens.is_cuda:
         return dense_mask(mask_mod, num_rows, num_queries, num_slots + num_queries, batch.tokens.device)
-    return block_mask(*draft_tiles(batch, block_size), mask_mod, num_queries, num_slots + num_queries)
+    return block_mask(*draft_tiles(batch, block_size, window), mask_mod, num_queries, num_slots + num_queries)
+
+
+def decoding_mask(num_context: int, num_queries: int, window: int, device: torch.device) -> Tensor:
+    """`draft_mask` with a window for one block of `num_queries` behind the whole context: [1, 1, Q, S+Q] bool."""
+    query = num_context + torch.arange(num_queries, device=device)[:, None]
+    distance = query - torch.arange(num_context + num_queries, device=device)
+    return ((distance >= 0) & (distance < window))[None, None]
 
 
 def document_mask(doc_ids_BS: Tensor, window: int | None = None) -> AttentionMask:
@@ -83,8 +100,11 @@ def document_mask(doc_ids_BS: Tensor, window: int | None = None) -> AttentionMas
     return block_mask(*document_tiles(doc_ids_BS, window), mask_mod, num_slots, num_slots)
 
 
-def draft_tiles(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
-    """Tiles of `draft_mask_mod` that hold anything and, among them, tiles that are full: two [B, I, J] bool."""
+def draft_tiles(batch: Batch, block_size: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Tiles of `draft_mask_mod` that hold anything and, among them, tiles that are full: two [B, I, J] bool.
+
+    With a window a few tiles at its edge may count though they hold nothing.
+    """
     device, num_slots = batch.tokens.device, batch.tokens.shape[1]
     num_queries = batch.anchors.shape[1] * block_size
     tiles_J = torch.arange(-(-(num_slots + num_queries) // MASK_TILE), device=device)
@@ -94,11 +114,15 @@ def draft_tiles(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
 
     end_BN1 = batch.anchors[:, :, None]
     start_BN1 = end_BN1 - batch.positions.gather(1, batch.anchors)[:, :, None]
+    all_see_BN1 = start_BN1  # from where on every query of the block sees the context
+    if window is not None:
+        all_see_BN1 = torch.maximum(start_BN1, end_BN1 + block_size - window)
+        start_BN1 = torch.maximum(start_BN1, end_BN1 + 1 - window)
     first_key_N1 = num_slots + first_query_N[:, None]
     context_BNJ = _overlap(tiles_J, start_BN1, end_BN1)
     own_block_BNJ = _overlap(tiles_J, first_key_N1, first_key_N1 + block_size)
     valid_BN1 = batch.anchor_valid[:, :, None]
-    covered_BNJ = valid_BN1 & (start_BN1 <= tiles_J * MASK_TILE) & (end_BN1 >= (tiles_J + 1) * MASK_TILE)
+    covered_BNJ = valid_BN1 & (all_see_BN1 <= tiles_J * MASK_TILE) & (end_BN1 >= (tiles_J + 1) * MASK_TILE)
 
     seen_BIJ = in_tile_IN @ (valid_BN1 & (context_BNJ | own_block_BNJ)).float() > 0
     whole_I = (tiles_I + 1) * MASK_TILE <= num_queries
@@ -162,7 +186,7 @@ def dense_mask(mask_mod: MaskMod, num_rows: int, num_queries: int, num_keys: int
     return mask_mod(rows[:, None, None, None], head, queries[:, None], keys)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask | None, scale: float) -> Tensor:
     """Grouped-query attention; a query without keys gives zeros, in SDPA (since torch 2.5) as in flex_attention.
 
     `query` [B, H, Q, C], `key` and `value` [B, G, KV, C] with G dividing H -> [B, H, Q, C].

@@ -13,6 +13,7 @@ Source: DFlash (arXiv 2602.06036).
 """
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.anchors import block_input_ids, block_positions
-from trainer.batch import FeatureBatch
+from trainer.batch import Batch, FeatureBatch
 from trainer.config import DraftConfig
 from trainer.errors import ConfigError
-from trainer.model.attention import AttentionMask, attend
+from trainer.model.attention import AttentionMask, attend, draft_mask
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,8 @@ class DraftSpec:
     rms_norm_eps: float
     rope_theta: float
     initializer_range: float
+    layer_windows: tuple[int | None, ...]
+    """Of each layer: None attends to all, a number slides and is causal inside a block."""
     dtype: torch.dtype
     """Of the computation; parameters are fp32."""
 
@@ -111,13 +114,23 @@ def resolve_draft(config: DraftConfig, info: TargetInfo, mask_token_id: int) -> 
         rms_norm_eps=info.rms_norm_eps,
         rope_theta=info.rope_theta,
         initializer_range=info.initializer_range,
+        layer_windows=layer_windows(config.layer_types or ["full_attention"] * config.num_layers, config.sliding_window),
         dtype=getattr(torch, config.dtype),
     )
 
 
+KeysValues = tuple[Tensor, Tensor]
+"""A layer's keys and values of some slots, [B, G, T, C] each, the keys rotated."""
+
+
+def layer_windows(layer_types: Sequence[str], sliding_window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer of these types, as a checkpoint's configuration names them."""
+    return tuple(sliding_window if kind == "sliding_attention" else None for kind in layer_types)
+
+
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary factors of context and block slots, [B, 1, S+Q, C] each."""
+    """Rotary factors of some slots, [B, 1, T, C] each."""
 
     cos: Tensor
     sin: Tensor
@@ -131,10 +144,10 @@ def rotary_factors(positions_BT: Tensor, head_dim: int, theta: float, dtype: tor
     return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Apply rotary factors [B, 1, T, C] to [B, heads, T, C]."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return x * rotary.cos + torch.cat((-second, first), dim=-1) * rotary.sin
 
 
 class Linear(nn.Module):
@@ -178,17 +191,16 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
-    def forward(self, x_BQE: Tensor, context_BSE: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
-        """Block tokens [B, Q, E] and context [B, S, E] -> [B, Q, E]."""
-        query_BHQC = self.q_norm(self._heads(self.q_proj(x_BQE))).transpose(1, 2)
-        keys = torch.cat((self.k_proj(context_BSE), self.k_proj(x_BQE)), dim=1)
-        values = torch.cat((self.v_proj(context_BSE), self.v_proj(x_BQE)), dim=1)
-        key_BGTC = self.k_norm(self._heads(keys)).transpose(1, 2)
-        value_BGTC = self._heads(values).transpose(1, 2)
-        num_slots = context_BSE.shape[1]
-        query_BHQC = rotate(query_BHQC, rotary.cos[:, :, num_slots:], rotary.sin[:, :, num_slots:])
-        key_BGTC = rotate(key_BGTC, rotary.cos, rotary.sin)
-        out_BHQC = attend(query_BHQC, key_BGTC, value_BGTC, mask, self.head_dim**-0.5)
+    def keys_values(self, x_BTE: Tensor, rotary: Rotary) -> KeysValues:
+        """[B, T, E] at the positions of `rotary` -> its keys and values, [B, G, T, C] each."""
+        key_BGTC = self.k_norm(self._heads(self.k_proj(x_BTE))).transpose(1, 2)
+        return rotate(key_BGTC, rotary), self._heads(self.v_proj(x_BTE)).transpose(1, 2)
+
+    def forward(self, x_BQE: Tensor, context: KeysValues, rotary: Rotary, mask: AttentionMask | None) -> Tensor:
+        """Block tokens [B, Q, E] and the context's keys and values -> [B, Q, E]. Without a mask everything is seen."""
+        query_BHQC = rotate(self.q_norm(self._heads(self.q_proj(x_BQE))).transpose(1, 2), rotary)
+        keys, values = (torch.cat(both, dim=2) for both in zip(context, self.keys_values(x_BQE, rotary), strict=True))
+        out_BHQC = attend(query_BHQC, keys, values, mask, self.head_dim**-0.5)
         return self.o_proj(out_BHQC.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -221,9 +233,9 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
-    def forward(self, x_BQE: Tensor, context_BSE: Tensor, rotary: Rotary, mask: AttentionMask) -> Tensor:
-        """Block tokens [B, Q, E] and context [B, S, E] -> [B, Q, E]."""
-        x_BQE = x_BQE + self.self_attn(self.input_layernorm(x_BQE), context_BSE, rotary, mask)
+    def forward(self, x_BQE: Tensor, context: KeysValues, rotary: Rotary, mask: AttentionMask | None) -> Tensor:
+        """Block tokens [B, Q, E] and the context's keys and values in this layer -> [B, Q, E]."""
+        x_BQE = x_BQE + self.self_attn(self.input_layernorm(x_BQE), context, rotary, mask)
         return x_BQE + self.mlp(self.post_attention_layernorm(x_BQE))
 
 
@@ -245,20 +257,27 @@ class DraftModel(nn.Module):
         context_positions: Tensor,
         block_embeds: Tensor,
         block_positions: Tensor,
-        mask: AttentionMask,
+        masks: Mapping[int | None, AttentionMask | None],
     ) -> Tensor:
         """Hidden states of the block slots after the final norm: [B, Q, E] in the compute type.
 
-        `context_features` [B, S, L*D], `context_positions` [B, S], `block_embeds` [B, Q, E], `block_positions` [B, Q].
+        `context_features` [B, S, L*D], `context_positions` [B, S], `block_embeds` [B, Q, E], `block_positions` [B, Q]; a mask
+        for each window that a layer has.
         """
-        dtype = self.spec.dtype
-        context_BSE = self.hidden_norm(self.fc(context_features.to(dtype)))
-        positions_BT = torch.cat((context_positions, block_positions), dim=1)
-        rotary = rotary_factors(positions_BT, self.spec.head_dim, self.spec.rope_theta, dtype)
-        x_BQE = block_embeds.to(dtype)
-        for layer in self.layers:
-            x_BQE = layer(x_BQE, context_BSE, rotary, mask)
+        context_BSE = self.context(context_features)
+        context_rotary, rotary = self.rotary(context_positions), self.rotary(block_positions)
+        x_BQE = block_embeds.to(self.spec.dtype)
+        for layer, window in zip(self.layers, self.spec.layer_windows, strict=True):
+            x_BQE = layer(x_BQE, layer.self_attn.keys_values(context_BSE, context_rotary), rotary, masks[window])
         return self.norm(x_BQE)
+
+    def context(self, context_features: Tensor) -> Tensor:
+        """Features [B, S, L*D] as every layer reads them: [B, S, E]."""
+        return self.hidden_norm(self.fc(context_features.to(self.spec.dtype)))
+
+    def rotary(self, positions_BT: Tensor) -> Rotary:
+        """Rotary factors of slots at these positions."""
+        return rotary_factors(positions_BT, self.spec.head_dim, self.spec.rope_theta, self.spec.dtype)
 
 
 def build_draft(spec: DraftSpec, seed: int, device: torch.device) -> DraftModel:
@@ -279,8 +298,15 @@ def copy_draft(model: DraftModel, device: torch.device) -> DraftModel:
     return copy.deepcopy(model).to(device)
 
 
-def forward_blocks(model: nn.Module, embedding_VE: Tensor, features: FeatureBatch, mask: AttentionMask) -> Tensor:
-    """Hidden states of all blocks of a batch at once, [B, N, K, E]; `mask` is `draft_mask` of the same batch.
+def draft_masks(batch: Batch, spec: DraftSpec) -> dict[int | None, AttentionMask]:
+    """What the layers of a drafter see of a batch, by window."""
+    return {window: draft_mask(batch, spec.block_size, window) for window in dict.fromkeys(spec.layer_windows)}
+
+
+def forward_blocks(
+    model: nn.Module, embedding_VE: Tensor, features: FeatureBatch, masks: Mapping[int | None, AttentionMask]
+) -> Tensor:
+    """Hidden states of all blocks of a batch at once, [B, N, K, E]; `masks` are `draft_masks` of the same batch.
 
     `model` is a DraftModel or its compilation.
     """
@@ -289,5 +315,5 @@ def forward_blocks(model: nn.Module, embedding_VE: Tensor, features: FeatureBatc
     input_ids_BNK = block_input_ids(batch, block_size, spec.mask_token_id)
     embeds_BQE = F.embedding(input_ids_BNK.flatten(1), embedding_VE)
     positions_BQ = block_positions(batch, block_size).flatten(1)
-    hidden_BQE = model(features.context_features, batch.positions, embeds_BQE, positions_BQ, mask)
+    hidden_BQE = model(features.context_features, batch.positions, embeds_BQE, positions_BQ, masks)
     return hidden_BQE.unflatten(1, (-1, block_size))

@@ -2,8 +2,9 @@
 
 Hugging Face loads the weights and its decoder layers do the work; the loop over them is ours. It stops after the last
 tapped layer and keeps each tapped layer's own output (`hidden_states[k + 1]` of the Hugging Face model), never the
-final norm's. The head is not run here. Later layers are dropped after loading, and an untied head stays in host memory
-for drafters to copy.
+final norm's; later layers are dropped after loading. Only for a drafter that learns from the target's logits it runs
+to its end and gives what its head reads. The head itself is not run here; an untied one stays in host memory for drafters
+to copy.
 
 Loading patches torch globally inside transformers, so one lock serialises it; afterwards nothing changes any more, and
 the TargetForwardLoops of one device share one TargetModel. Shape legend: `trainer.batch`.
@@ -49,12 +50,14 @@ class TargetModel:
     head: Tensor
     """[V, D]: the embedding itself where the two are tied, else in host memory."""
 
-    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], device: torch.device) -> None:
-        """Take what is needed out of a Hugging Face causal LM, whose attention is replaced."""
+    def __init__(self, model: Any, target_layer_ids: tuple[int, ...], device: torch.device, *, to_end: bool = False) -> None:
+        """Take what is needed out of a Hugging Face causal LM, whose attention is replaced; all of it if it runs `to_end`."""
         decoder, config = model.model, model.config
         config._attn_implementation = _ATTENTION
         self.target_layer_ids = target_layer_ids
-        self._layers = nn.ModuleList(decoder.layers[: target_layer_ids[-1] + 1]).requires_grad_(False).eval().to(device)
+        num_layers = len(decoder.layers) if to_end else target_layer_ids[-1] + 1
+        self._layers = nn.ModuleList(decoder.layers[:num_layers]).requires_grad_(False).eval().to(device)
+        self._norm = decoder.norm.requires_grad_(False).to(device) if to_end else None
         self._rotary = decoder.rotary_emb.to(device)
         self._windows = {None, getattr(config, "sliding_window", None)}
         tied = model.lm_head.weight is decoder.embed_tokens.weight
@@ -68,10 +71,13 @@ class TargetModel:
         return len(self.target_layer_ids) * self.embedding.shape[1]
 
     @torch.no_grad()
-    def context_features(self, batch: Batch, out: Tensor | None = None, *, eager: bool = False) -> Tensor:
+    def context_features(
+        self, batch: Batch, out: Tensor | None = None, states: Tensor | None = None, *, eager: bool = False
+    ) -> Tensor:
         """[B, S, L*D], written into `out`: each document reads itself alone. `batch` lies on the model's device.
 
-        On CUDA layers are compiled, unless they are to be `eager`.
+        What the head reads, [B, S, D], is written into `states` by a target that runs to its end. On CUDA layers are compiled,
+        unless they are to be `eager`.
         """
         masks = {window: document_mask(batch.doc_ids, window) for window in self._windows}
         hidden_BSD = F.embedding(batch.tokens, self.embedding)
@@ -84,6 +90,9 @@ class TargetModel:
             hidden_BSD = run_layer(layer, hidden_BSD, masks, batch.positions, rotary)
             if k in places:
                 places[k].copy_(hidden_BSD)
+        if states is not None:
+            assert self._norm is not None
+            states.copy_(self._norm(hidden_BSD))
         return out
 
     def ends(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -109,24 +118,38 @@ def _compiled_layer() -> Callable[..., Tensor]:
     return torch.compile(_run_layer, dynamic=False, fullgraph=True)
 
 
-def load_target(config: TargetConfig, root: Path, device: torch.device, draft: DraftConfig) -> TargetModel:
-    """Load the target for a drafter of this configuration.
+def load_target(
+    config: TargetConfig, root: Path, device: torch.device, draft: DraftConfig, *, to_end: bool = False
+) -> TargetModel:
+    """Load the target for a drafter of this configuration; whole if it is to run `to_end`.
 
     Raises TargetError for a model that is missing, broken or of another kind, ConfigError for layers that it lacks.
     """
     source = resolve_source(config, root)
     with _LOADING:
-        hf_config = _load(transformers.AutoConfig, source, config)
-        if hf_config.model_type not in MODEL_TYPES:
-            allowed = ", ".join(MODEL_TYPES)
-            raise TargetError(f"target.path {config.path}: model_type must be one of {allowed}, got {hf_config.model_type}")
-        rope_type = hf_config.rope_parameters["rope_type"]
-        if rope_type in MOVING_ROPE_TYPES:
-            refused = " or ".join(MOVING_ROPE_TYPES)
-            raise TargetError(f"target.path {config.path}: rope_type must not be {refused}, got {rope_type}")
+        hf_config = _load_config(source, config)
         target_layer_ids = resolve_target_layer_ids(draft, hf_config.num_hidden_layers)
         model = _load_weights(source, config, hf_config)
-    return TargetModel(model, target_layer_ids, device)
+    return TargetModel(model, target_layer_ids, device, to_end=to_end)
+
+
+def load_causal_lm(config: TargetConfig, root: Path, device: torch.device) -> Any:
+    """The whole target with its head, as Hugging Face runs it: for generating. Raises TargetError as `load_target` does."""
+    source = resolve_source(config, root)
+    with _LOADING:
+        model = _load_weights(source, config, _load_config(source, config))
+    return model.requires_grad_(False).eval().to(device)
+
+
+def target_info(model: Any) -> TargetInfo:
+    """What a drafter has to know of a Hugging Face causal LM."""
+    return _info(model.config, len(model.model.layers), len(model.model.embed_tokens.weight))
+
+
+def load_config(config: TargetConfig, root: Path) -> Any:
+    """The target's Hugging Face configuration; raises TargetError as `load_target` does."""
+    with _LOADING:
+        return _load_config(resolve_source(config, root), config)
 
 
 def load_tokenizer(config: TargetConfig, root: Path) -> Any:
@@ -182,6 +205,18 @@ def resolve_mask_token_id(config: DraftConfig, tokenizer: Any, info: TargetInfo)
     if not unused:
         raise ConfigError("draft.mask_token_id is required: every embedding row of the target has a token that may be in use")
     return int(max(unused))
+
+
+def _load_config(source: str, target: TargetConfig) -> Any:
+    hf_config = _load(transformers.AutoConfig, source, target)
+    if hf_config.model_type not in MODEL_TYPES:
+        allowed = ", ".join(MODEL_TYPES)
+        raise TargetError(f"target.path {target.path}: model_type must be one of {allowed}, got {hf_config.model_type}")
+    rope_type = hf_config.rope_parameters["rope_type"]
+    if rope_type in MOVING_ROPE_TYPES:
+        refused = " or ".join(MOVING_ROPE_TYPES)
+        raise TargetError(f"target.path {target.path}: rope_type must not be {refused}, got {rope_type}")
+    return hf_config
 
 
 def _load_weights(source: str, target: TargetConfig, hf_config: Any) -> Any:

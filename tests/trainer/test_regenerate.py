@@ -1,0 +1,276 @@
+"""The target writes the answers: as it would alone, whatever the batch; killed, it goes on; a server does the same."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+
+from trainer import prepare
+from trainer.answers import LocalAnswers
+from trainer.config import TargetConfig
+from trainer.dataset import open_shards
+from trainer.decoding import Sampling, decode, stop_token_ids
+from trainer.model.target import load_causal_lm
+
+TEMPLATE = """\
+{% for m in messages %}{% if m.role == 'assistant' %} w8 {{ m.content }} </s>\
+{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8{% endif %}"""
+
+QUESTIONS = [["w1 w2 w3"], ["w4", "w5 w6"], ["w9 w10 w11 w12"], ["w13"], ["w14 w15"], ["w16", "w17", "w18"]] + [
+    [f"w{20 + i} w{30 + i}"] for i in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with a chat template; its answers end soon, or not at all."""
+    root = tmp_path_factory.mktemp("target")
+    tiny.make(root)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "target")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(root / "target")
+    return root / "target"
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    lines = []
+    for turns in QUESTIONS:
+        messages = [m for turn in turns for m in ({"role": "user", "content": turn}, {"role": "assistant", "content": "w0"})]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join([*lines, json.dumps("w50 w51"), json.dumps({"prompt": "w52"})]) + "\n")
+    return path
+
+
+def call(chats: Path, target: Path, *more: str, name: str = "out") -> int:
+    given = ["--input", str(chats), "--output", str(chats.parent / name), "--target", str(target), "--regenerate"]
+    return prepare.main([*given, "--dtype", "float32", "--max-tokens", "48", "--max-new-tokens", "20", *more])
+
+
+def journal(chats: Path, name: str = "out") -> dict[int, dict[str, Any]]:
+    lines = map(json.loads, (chats.parent / f"{name}.regenerated.jsonl").read_text().splitlines()[1:])
+    return {line["index"]: line for line in lines}
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_greedy_answers_are_those_that_the_target_gives_alone(
+    chats: Path, target: Path, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(chats, target, "--rows", str(rows), "--held-out", "0") == 0
+    captured = capsys.readouterr()
+    model = load_causal_lm(TargetConfig(path=str(target), dtype="float32"), Path(), torch.device("cpu"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    greedy, stop_ids = Sampling(0.0, torch.Generator()), stop_token_ids(model, tokenizer)
+    expected = {}
+    for key, turns in enumerate([*QUESTIONS, ["w50 w51"], ["w52"]]):
+        messages: list[dict[str, str]] = []
+        for turn in turns:
+            asked = [*messages, {"role": "user", "content": turn}]
+            prompt = tokenizer(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))["input_ids"]
+            answer = decode(model, prompt, min(20, 48 - len(prompt)), stop_ids, greedy)
+            text = tokenizer.decode(answer.tokens[:-1], skip_special_tokens=True).strip()
+            if not (answer.ended and text):
+                break
+            messages = [*asked, {"role": "assistant", "content": text}]
+        expected[key] = messages
+    assert {key: line["messages"] for key, line in journal(chats).items()} == expected
+    kept = sum(bool(messages) for messages in expected.values())
+    assert 3 < kept < len(expected)  # both kinds are there
+    shards = open_shards(chats.parent / "out", "train")
+    assert captured.out.startswith(f"kept {len(shards)} of {len(expected)} conversations")
+    assert "its answer does not end within 20 tokens" in captured.out
+    assert f"answered {len(expected)} of {len(expected)} conversations, " in captured.err
+    meta = json.loads((chats.parent / "out" / "meta.json").read_text())
+    assert meta["regenerated"]["max_new_tokens"] == 20
+
+
+def test_what_is_left_of_a_journal_is_gone_on_from(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(chats, target, "--rows", "4") == 0
+    whole = journal(chats)
+    path = chats.parent / "out.regenerated.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.with_name("again.regenerated.jsonl").write_bytes(b"".join(lines[:8]) + lines[8][:-9])
+    capsys.readouterr()
+    assert call(chats, target, "--rows", "4", name="again") == 0
+    assert journal(chats, "again") == whole
+    for split in ("tokens", "offsets", "loss_mask"):
+        one, two = (chats.parent / name / "train" / f"{split}.bin" for name in ("out", "again"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_journal_that_was_made_otherwise_is_refused(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(chats, target) == 0
+    (chats.parent / "other.regenerated.jsonl").write_bytes((chats.parent / "out.regenerated.jsonl").read_bytes())
+    capsys.readouterr()
+    assert call(chats, target, "--temperature", "0.5", name="other") == 3
+    assert "made otherwise: temperature was 0.0, is 0.5; remove it to begin anew" in capsys.readouterr().err
+    (chats.parent / "foreign.regenerated.jsonl").write_text('{"messages": []}\n')
+    assert call(chats, target, name="foreign") == 3
+    assert "must hold answers of `python -m trainer.prepare`" in capsys.readouterr().err
+    assert (chats.parent / "foreign.regenerated.jsonl").read_text() == '{"messages": []}\n'
+    assert not (chats.parent / "foreign").exists()
+
+
+def test_sampled_answers_differ_from_seed_to_seed_and_not_from_time_to_time(chats: Path, target: Path) -> None:
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert call(chats, target, "--temperature", "1", "--seed", seed, name=name) == 0
+    assert journal(chats, "a") == journal(chats, "b") != journal(chats, "c")
+
+
+def test_options_that_do_nothing_are_refused(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--input", str(chats), "--output", str(chats.parent / "out"), "--target", str(target)]
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main([*given, "--temperature", "1"])
+    assert "need --regenerate" in capsys.readouterr().err
+
+
+def test_a_prompt_without_room_and_a_template_that_refuses_are_no_questions(target: Path) -> None:
+    model = load_causal_lm(TargetConfig(path=str(target), dtype="float32"), Path(), torch.device("cpu"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    greedy = Sampling(0.0, torch.Generator())
+    answers = LocalAnswers(model, tokenizer, {1}, greedy, num_rows=2, max_tokens=6, max_new_tokens=9)
+    answers.submit(3, [{"role": "user", "content": "w1 w2 w3 w4"}])
+    (answer,) = answers.collect()
+    assert (answer.key, answer.text, answer.why_not) == (3, None, "its prompt leaves no room within 6 tokens")
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    answers.submit(4, [{"role": "user", "content": "w1"}])
+    (answer,) = answers.collect()
+    assert (answer.key, answer.why_not) == (4, "the chat template refuses it")
+    assert answers.num_free == 2
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """An OpenAI-compatible server that answers with the question's words backwards, and remembers what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, reply: Callable[[list[dict[str, str]]], tuple[int, Any]]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply = reply
+        self.asked: list[list[str]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/v1/chat/completions"
+        assert (request["model"], request["max_tokens"]) == ("the-target", 20)
+        self.server.asked.append([message["content"] for message in request["messages"]])
+        status, reply = self.server.reply(request["messages"])
+        body = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def backwards(messages: list[dict[str, str]], finish: str = "stop") -> tuple[int, Any]:
+    text = " ".join(messages[-1]["content"].split()[::-1])
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return 200, {"choices": [choice], "usage": {"completion_tokens": 3}}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    running = []
+
+    def start(reply: Callable[[list[dict[str, str]]], tuple[int, Any]] = backwards) -> Server:
+        server = Server(reply)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        running.append((server, thread))
+        return server
+
+    yield start
+    for server, thread in running:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+def test_a_server_answers_too_and_what_it_refuses_or_breaks_off_is_counted(
+    chats: Path, target: Path, serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reply(messages: list[dict[str, str]]) -> tuple[int, Any]:
+        if messages[-1]["content"] == "w13":
+            return 400, {}
+        return backwards(messages, "length" if messages[-1]["content"] == "w17" else "stop")
+
+    server = serve(reply)
+    assert call(chats, target, "--server", server.url, "--server-model", "the-target", "--held-out", "0") == 0
+    told = journal(chats)
+    assert [m["content"] for m in told[1]["messages"]] == ["w4", "w4", "w5 w6", "w6 w5"]
+    assert [m["content"] for m in told[5]["messages"]] == ["w16", "w16"]  # up to the last answer that ended
+    assert told[3]["messages"] == []
+    out = capsys.readouterr().out
+    assert "kept 19 of 20 conversations" in out
+    assert "  1  the server refuses it (HTTP 400)\n" in out
+    assert ["w4", "w4", "w5 w6"] in server.asked
+
+
+def test_killed_it_goes_on_and_asks_nothing_twice_that_was_answered(
+    chats: Path, target: Path, serve: Callable[..., Server]
+) -> None:
+    hung = threading.Event()
+
+    def reply(messages: list[dict[str, str]]) -> tuple[int, Any]:
+        if len(server.asked) > 9:
+            hung.wait(60)
+        return backwards(messages)
+
+    server = serve(reply)
+    command = [sys.executable, "-m", "trainer.prepare", "--input", chats, "--output", chats.parent / "out", "--target", target]
+    command += ["--regenerate", "--max-tokens", "48", "--max-new-tokens", "20", "--rows", "2", "--held-out", "0"]
+    command += ["--server", server.url, "--server-model", "the-target"]
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE) as process:
+        try:
+            deadline = threading.Event()
+            while len(server.asked) < 11:
+                assert process.poll() is None, process.communicate()[1].decode()
+                deadline.wait(0.05)
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+    hung.set()
+    answered = {tuple(line["messages"][0]["content"].split()) for line in journal(chats).values()}
+    assert len(answered) >= 5
+    assert not (chats.parent / "out").exists()
+    server.asked.clear()
+    assert call(chats, target, "--rows", "2", "--held-out", "0", "--server", server.url, "--server-model", "the-target") == 0
+    assert not {tuple(asked[0].split()) for asked in server.asked} & answered
+    assert len(open_shards(chats.parent / "out", "train")) == len(journal(chats)) == 20
+
+
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [
+        (lambda _m: (404, {}), "cannot be asked: HTTP Error 404"),
+        (lambda _m: (200, {"choices": []}), "the answer must be a chat completion"),
+    ],
+)
+def test_a_server_that_is_none_is_one_sentence_and_leaves_what_was_answered(
+    chats: Path, target: Path, serve: Callable[..., Server], capsys: pytest.CaptureFixture[str], reply: Any, sentence: str
+) -> None:
+    server = serve(reply)
+    assert call(chats, target, "--server", server.url, "--server-model", "the-target") == 3
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert not (chats.parent / "out").exists()

@@ -1,0 +1,304 @@
+"""The target answers chats: here, in batches whose finished rows are refilled, or through an OpenAI-compatible server.
+
+A module of its own because prepare asks and only this knows how. Both ways take questions with `submit` while `num_free` says
+so and give what is finished with `collect`, in any order. LocalAnswers belongs to one thread and waits for the device once a
+token; ServerAnswers asks from threads of its own. Shape legend: `trainer.batch`; R counts rows, G key and value heads, C their
+width.
+"""
+
+import http.client
+import json
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jinja2
+import torch
+import transformers
+from torch import Tensor
+
+from trainer.conversations import Messages
+from trainer.decoding import Sampling
+from trainer.errors import DataError
+
+_PREFILL_TOKENS = 1 << 15
+_REFILL_STEPS = 16
+"""Rows that are free wait for company: reading a prompt alone costs as much as a step of all."""
+_KEY_STEP = 128
+"""Attention looks at a multiple of these, so that shapes repeat."""
+_PATIENCE_S = (1.0, 2.0, 4.0, 8.0)
+"""Between two tries to reach a server."""
+_ANSWER_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To the question `key`."""
+
+    key: int
+    text: str | None
+    """None if there is none to be used."""
+    why_not: str = ""
+    num_tokens: int = 0
+
+
+class Answers(Protocol):
+    """Somebody who answers."""
+
+    @property
+    def num_free(self) -> int:
+        """Questions that can be submitted now."""
+
+    def submit(self, key: int, messages: Messages) -> None:
+        """Ask for the answer to `messages`, which end with the user's."""
+
+    def collect(self) -> list[Answer]:
+        """Wait until something is finished. Raises DataError if nothing can be any more."""
+
+
+@dataclass(slots=True)
+class _Row:
+    key: int
+    prompt: list[int]
+    num_allowed: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class LocalAnswers:
+    """A Hugging Face causal LM that works on up to `num_rows` answers at once."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        stop_ids: Collection[int],
+        sampling: Sampling,
+        *,
+        num_rows: int,
+        max_tokens: int,
+        max_new_tokens: int,
+    ) -> None:
+        """`max_tokens` bounds prompt and answer together, `max_new_tokens` the answer."""
+        self._model, self._tokenizer, self._stop_ids, self._sampling = model, tokenizer, stop_ids, sampling
+        self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
+        self._cache = _RowCache(model.config.num_hidden_layers, num_rows, max_tokens)
+        self._rows: list[_Row | None] = [None] * num_rows
+        self._waiting: list[_Row] = []
+        self._refused: list[Answer] = []
+        self._num_steps = 0
+        self._last = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
+        self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
+
+    @property
+    def num_free(self) -> int:
+        """Rows without an answer in progress."""
+        return self._rows.count(None) - len(self._waiting)
+
+    def submit(self, key: int, messages: Messages) -> None:
+        """Take a row."""
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError:
+            self._refused.append(Answer(key, None, "the chat template refuses it"))
+            return
+        prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        room = self._max_tokens - len(prompt)
+        if room <= 0:
+            self._refused.append(Answer(key, None, f"its prompt leaves no room within {self._max_tokens} tokens"))
+        else:
+            self._waiting.append(_Row(key, prompt, min(room, self._max_new_tokens)))
+
+    @torch.inference_mode()
+    def collect(self) -> list[Answer]:
+        """Decode until a row is finished."""
+        finished, self._refused = self._refused, []
+        while not finished:
+            if self._waiting and (self._num_steps % _REFILL_STEPS == 0 or not any(self._rows)):
+                finished += self._fill()
+            else:
+                finished += self._step()
+        return finished
+
+    def _fill(self) -> list[Answer]:
+        """Read the prompts of some rows that wait, padded at the end, and choose their first tokens."""
+        self._waiting.sort(key=lambda row: len(row.prompt))
+        longest = len(self._waiting[-1].prompt)
+        count = max(1, _PREFILL_TOKENS // longest)
+        rows, self._waiting = self._waiting[-count:], self._waiting[:-count]
+        places = [i for i, row in enumerate(self._rows) if row is None][: len(rows)]
+        tokens = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows])
+        lengths = torch.tensor([len(row.prompt) for row in rows], device=self._last.device)
+        cache = transformers.DynamicCache()
+        hidden = self._model.model(tokens.to(self._last.device), past_key_values=cache, use_cache=True).last_hidden_state
+        self._cache.store(places, [(layer.keys, layer.values) for layer in cache.layers])
+        at = torch.tensor(places, device=self._last.device)
+        chosen = self._choose(hidden[torch.arange(len(rows), device=at.device), lengths - 1])
+        self._last[at], self._lengths[at] = chosen, lengths
+        for place, row in zip(places, rows, strict=True):
+            self._rows[place] = row
+        return self._take(places, chosen.tolist())
+
+    def _step(self) -> list[Answer]:
+        """One more token for every row; what empty rows compute is not looked at."""
+        self._num_steps += 1
+        places = [i for i, row in enumerate(self._rows) if row is not None]
+        longest = max(len(row.prompt) + len(row.tokens) for row in self._rows if row is not None)
+        num_keys = min(-(-longest // _KEY_STEP) * _KEY_STEP, self._max_tokens)
+        self._cache.point_at(self._lengths, num_keys)
+        seen = torch.arange(num_keys, device=self._last.device) <= self._lengths[:, None]
+        hidden = self._model.model(
+            self._last[:, None],
+            position_ids=self._lengths[:, None],
+            attention_mask=seen[:, None, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        self._last = self._choose(hidden[:, -1])
+        self._lengths[places] += 1
+        chosen = self._last.tolist()
+        return self._take(places, [chosen[place] for place in places])
+
+    def _choose(self, hidden_RD: Tensor) -> Tensor:
+        return self._sampling.choose(self._model.get_output_embeddings()(hidden_RD))
+
+    def _take(self, places: Sequence[int], tokens: Sequence[int]) -> list[Answer]:
+        """Give a token to each of these rows; returns the answers that it ends."""
+        finished = []
+        for place, token in zip(places, tokens, strict=True):
+            row = self._rows[place]
+            assert row is not None
+            row.tokens.append(token)
+            if token in self._stop_ids or len(row.tokens) == row.num_allowed:
+                finished.append(self._answer(row))
+                self._rows[place] = None
+                self._lengths[place] = 0
+        return finished
+
+    def _answer(self, row: _Row) -> Answer:
+        if row.tokens[-1] not in self._stop_ids:
+            within = (
+                f"{self._max_new_tokens} tokens"
+                if len(row.tokens) == self._max_new_tokens
+                else f"the {self._max_tokens} tokens of a conversation"
+            )
+            return Answer(row.key, None, f"its answer does not end within {within}", len(row.tokens))
+        text = self._tokenizer.decode(row.tokens[:-1], skip_special_tokens=True)
+        return _worded(row.key, text, len(row.tokens))
+
+
+class _RowCache:
+    """Keys and values of rows that are at different places, behind the one method of a Hugging Face cache that layers call."""
+
+    def __init__(self, num_layers: int, num_rows: int, max_tokens: int) -> None:
+        """Allocates when the first prompt is stored."""
+        self._shape = (num_rows, max_tokens)
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._at: tuple[Tensor, Tensor] | None = None
+        self._num_keys = 0
+
+    def store(self, places: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Prompts, [rows, G, T, C] each."""
+        for i, new in enumerate(layers):
+            held = self._layers[i]
+            if held is None:
+                num_rows, max_tokens = self._shape
+                keys, values = (part.new_zeros(num_rows, part.shape[1], max_tokens, part.shape[3]) for part in new)
+                held = self._layers[i] = (keys, values)
+            for kept, part in zip(held, new, strict=True):
+                kept[list(places), :, : part.shape[2]] = part
+
+    def point_at(self, lengths: Tensor, num_keys: int) -> None:
+        """The next `update` writes behind `lengths` and shows the first `num_keys`."""
+        self._at = (torch.arange(len(lengths), device=lengths.device), lengths)
+        self._num_keys = num_keys
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
+        """Add one token of every row, [R, G, 1, C] each; returns all that are shown."""
+        held, at = self._layers[layer], self._at
+        assert held is not None
+        assert at is not None
+        for kept, new in zip(held, (keys, values), strict=True):
+            kept[at[0], :, at[1]] = new[:, :, 0]
+        return held[0][:, :, : self._num_keys], held[1][:, :, : self._num_keys]
+
+
+class ServerAnswers:
+    """An OpenAI-compatible server, asked up to `num_rows` questions at once."""
+
+    def __init__(self, url: str, model: str, *, temperature: float, num_rows: int, max_new_tokens: int) -> None:
+        """`url` is what stands before `/chat/completions`."""
+        self._url = url.rstrip("/") + "/chat/completions"
+        self._request = {"model": model, "temperature": temperature, "max_tokens": max_new_tokens}
+        self._todo: queue.SimpleQueue[tuple[int, Messages]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Answer | DataError] = queue.SimpleQueue()
+        self._num_free = num_rows
+        for i in range(num_rows):  # daemons: a server that hangs does not keep the process
+            threading.Thread(target=self._serve, name=f"ask-{i}", daemon=True).start()
+
+    @property
+    def num_free(self) -> int:
+        """Threads without a question."""
+        return self._num_free
+
+    def submit(self, key: int, messages: Messages) -> None:
+        """Ask in a thread."""
+        self._num_free -= 1
+        self._todo.put((key, messages))
+
+    def collect(self) -> list[Answer]:
+        """Wait for an answer."""
+        answer = self._done.get()
+        if isinstance(answer, DataError):
+            raise answer
+        self._num_free += 1
+        return [answer]
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._done.put(self._ask(*self._todo.get()))
+            except DataError as error:
+                self._done.put(error)
+
+    def _ask(self, key: int, messages: Messages) -> Answer:
+        body = json.dumps(self._request | {"messages": messages}).encode()
+        for patience in (*_PATIENCE_S, None):
+            request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+                    return self._read(key, json.load(response))
+            except urllib.error.HTTPError as error:
+                error.close()
+                if error.code in (400, 413, 422):
+                    return Answer(key, None, f"the server refuses it (HTTP {error.code})")
+                problem: Exception = error
+                if error.code < 500 and error.code != 429:
+                    patience = None
+            except (OSError, http.client.HTTPException) as error:
+                problem = error
+            except (ValueError, LookupError, TypeError) as error:
+                raise DataError(f"--server {self._url}: the answer must be a chat completion: {error!r}") from None
+            if patience is None:
+                raise DataError(f"--server {self._url} cannot be asked: {problem}")
+            time.sleep(patience)
+        raise AssertionError("unreachable")
+
+    def _read(self, key: int, reply: Any) -> Answer:
+        choice = reply["choices"][0]
+        num_tokens = (reply.get("usage") or {}).get("completion_tokens", 0)
+        if choice["finish_reason"] != "stop":
+            allowed = self._request["max_tokens"]
+            return Answer(key, None, f"its answer does not end within {allowed} tokens", num_tokens)
+        message = choice["message"]
+        thoughts = message.get("reasoning_content")
+        return _worded(key, (f"<think>\n{thoughts.strip()}\n</think>\n\n" if thoughts else "") + message["content"], num_tokens)
+
+
+def _worded(key: int, text: str, num_tokens: int) -> Answer:
+    text = text.strip()
+    return Answer(key, text, "", num_tokens) if text else Answer(key, None, "its answer has no text", num_tokens)

@@ -1,0 +1,164 @@
+"""Chats whose answers the target writes anew, kept as they come, so that a killed run goes on where it was.
+
+A module of its own between `trainer.answers`, which answers, and `trainer.prepare`, which makes shards. Every user's turn is
+asked in order, after what was asked and answered before it. The journal is JSON lines: what it was made with, then one
+conversation a line, with the number that it has in the input; one whose line was cut short by a kill is asked again.
+"""
+
+import contextlib
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.answers import Answers
+from trainer.conversations import Messages
+from trainer.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regeneration:
+    """How the target is to answer."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    max_new_tokens: int = 1024
+    """Of an answer; a longer one is not used."""
+    num_rows: int = 64
+    """Answers in progress at once."""
+    seed: int = 0
+    """Of sampling here; a server has its own."""
+    device: str = "cpu"
+    server: str | None = None
+    """URL of an OpenAI-compatible server that runs the target, up to `/v1`. None: the target runs here."""
+    server_model: str | None = None
+    """What the server calls the target. None: the target's own path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is."""
+
+    done: int
+    """Conversations, those of earlier starts included."""
+    total: int
+    conversations_per_s: float
+    """Of this start, like tokens."""
+    tokens_per_s: float
+    remaining_s: float | None
+    """None until something is done."""
+
+
+def regenerate(
+    questions: Sequence[Messages],
+    answers: Callable[[], Answers],
+    journal: Path,
+    made_with: dict[str, Any],
+    tell: Callable[[Progress], object] = lambda _progress: None,
+) -> None:
+    """Have all `questions` (chats without answers) answered into `journal`; raises DataError.
+
+    `answers` is only called if something is left to be asked. A journal that was `made_with` something else is refused.
+    """
+    known = _read(journal, made_with)
+    left = deque(i for i in range(len(questions)) if i not in known)
+    if not left:
+        return
+    start, done, tokens = time.monotonic(), 0, 0
+    with _sentences(journal), journal.open("ab") as file:
+        if file.tell() == 0:
+            _write(file, {"made_with": made_with})
+        somebody = answers()
+        chats: dict[int, Messages] = {}
+        again: deque[int] = deque()
+        while left or again or chats:
+            while somebody.num_free and (again or left):
+                key = again.popleft() if again else left.popleft()
+                chat = chats.setdefault(key, [])
+                _ask_next(chat, questions[key])
+                somebody.submit(key, list(chat))
+            for answer in somebody.collect():
+                tokens += answer.num_tokens
+                chat = chats[answer.key]
+                if answer.text is not None:
+                    chat.append({"role": "assistant", "content": answer.text})
+                    if len(_questions_of(chat)) < len(_questions_of(questions[answer.key])):
+                        again.append(answer.key)
+                        continue
+                _write(file, _line(answer.key, chats.pop(answer.key), answer.why_not))
+                done += 1
+                seconds = max(time.monotonic() - start, 1e-9)
+                remaining = (len(questions) - len(known) - done) * seconds / done
+                tell(Progress(len(known) + done, len(questions), done / seconds, tokens / seconds, remaining))
+
+
+def regenerated(journal: Path, made_with: dict[str, Any], dropped: Counter[str]) -> Iterator[Messages]:
+    """The conversations of a journal in the order of its questions; those without any answer are counted by reason."""
+    known = _read(journal, made_with)
+    for key in sorted(known):
+        if known[key]["messages"]:
+            yield known[key]["messages"]
+        else:
+            dropped[known[key]["why_not"]] += 1
+
+
+def _questions_of(messages: Messages) -> Messages:
+    return [message for message in messages if message["role"] == "user"]
+
+
+def _ask_next(chat: Messages, questions: Messages) -> None:
+    """Append what the user says next, and what the system says before it."""
+    num_taken = sum(message["role"] != "assistant" for message in chat)
+    for message in questions[num_taken:]:
+        chat.append(message)
+        if message["role"] == "user":
+            return
+
+
+def _line(key: int, chat: Messages, why_not: str) -> dict[str, Any]:
+    """A conversation up to its last answer, and what ended it early."""
+    while chat and chat[-1]["role"] != "assistant":
+        chat.pop()
+    return {"index": key, "messages": chat, "why_not": why_not}
+
+
+def _read(journal: Path, made_with: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Conversations by number; what a kill has torn off is cut from the file."""
+    if not journal.exists():
+        return {}
+    with _sentences(journal):
+        data = journal.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            with journal.open("r+b") as file:
+                file.truncate(len(whole))
+    try:
+        head, *lines = map(json.loads, whole.splitlines()) if whole else ({"made_with": made_with},)
+        before = head["made_with"]
+        known = {line["index"]: line for line in lines}
+    except (ValueError, LookupError, TypeError):
+        raise DataError(f"{journal} must hold answers of `python -m trainer.prepare`; remove it to begin anew") from None
+    different = [key for key in made_with if before.get(key) != made_with[key]]
+    if different:
+        key = different[0]
+        raise DataError(
+            f"{journal} holds answers that were made otherwise: {key} was {before.get(key)!r}, is {made_with[key]!r}; "
+            "remove it to begin anew, or choose another --output"
+        )
+    return known
+
+
+def _write(file: Any, value: dict[str, Any]) -> None:
+    file.write(json.dumps(value).encode() + b"\n")
+    file.flush()
+
+
+@contextlib.contextmanager
+def _sentences(journal: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{journal} cannot be used: {error}") from None
