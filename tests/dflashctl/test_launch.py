@@ -27,6 +27,16 @@ def test_an_exit_0_inside_the_window_is_success(bench) -> None:
     assert "host local (default)" in done.stderr.splitlines()
 
 
+def test_a_run_that_takes_its_time_to_appear_is_waited_for(bench) -> None:
+    slow = bench.folder / "bin/setsid"
+    slow.write_text('#!/bin/sh\nsleep 2\nexec /usr/bin/setsid "$@"\n')
+    slow.chmod(0o755)
+    bench.trainer("import time; time.sleep(600)")
+    done = bench("launch", "--tag", "quick", "--startup-seconds", "0", "--json")
+    assert (done.exit_code, done.document["state"]) == (0, "running")
+    assert done.document["pid"] > 1
+
+
 def test_death_in_the_window_shows_the_log(bench) -> None:
     bench.trainer("import sys; print('loading'); sys.exit('the target is not there')")
     done = bench("launch", "--tag", "quick", "--startup-seconds", "30")
