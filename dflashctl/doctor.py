@@ -6,7 +6,7 @@ is a failed check, not an error: that is what one asks a doctor for.
 
 import shlex
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflashctl.environment import pythons, release, requirements
@@ -70,7 +70,8 @@ def exit_code(checks: list[Check]) -> int:
 
 def document(checks: list[Check]) -> dict[str, Any]:
     """For --json."""
-    return {"checks": [asdict(check) for check in checks]}
+    names = ("name", "state", "command", "found", "fix")
+    return {"checks": [{name: getattr(check, name) for name in names} for check in checks]}
 
 
 def _way(session: HostSession) -> list[Check]:

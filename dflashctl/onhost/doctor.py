@@ -191,7 +191,8 @@ def _torch(python: str, args: dict[str, Any]) -> Check:
         wrong.insert(0, f"torch sees {len(found['devices'])} of the {len(idle)} idle GPUs")
     if wrong:
         wrong += [_first(text) for text in found["warnings"][:2]]
-        fix = _uvm() or "a CPU build of torch, or one for a newer driver: install one whose CUDA the driver can serve"
+        older = "torch's CUDA may be newer than the driver can serve: install a build for an older one, or a newer driver"
+        fix = "this is a CPU build of torch: install one with CUDA" if found["cuda"] is None else _uvm() or older
         return _check("torch", "failed", command, f"{version}: {'; '.join(wrong)}", fix)
     names = ", ".join(device["name"] for device in found["devices"])
     return _check("torch", "ok", command, f"{version} has computed on the idle ones, {len(idle)} of {gpus} GPUs ({names})")
