@@ -79,7 +79,10 @@ def deploy(
 
 @app.command()
 def launch(
-    tag: Annotated[str, typer.Option("--tag", help="The hypothesis's short name.")],
+    tag: Annotated[str | None, typer.Option("--tag", help="The hypothesis's short name.")] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on from RUN's newest checkpoint, as a run of its own.")
+    ] = None,
     experiment: File = None,
     host: HostName = None,
     gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPUs by nvidia-smi's index.")] = None,
@@ -99,16 +102,25 @@ def launch(
 ) -> None:
     """Start a run of experiment TAG, detached, and see whether it survives its start.
 
-    Example: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
+    Examples: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
+              dflashctl launch --resume threadwarm-1
     """
     from dflashctl import launch as verbs
     from dflashctl import placement, render, watch
     from dflashctl.hosts import read_env_file
 
     ctx = make_context(as_json)
+    parent = ctx.find(resume)[1] if resume else None
+    if parent:
+        if host not in (None, parent.host):
+            raise UsageError(f"{parent.name} can be resumed on its own host only, got --host {host}")
+        tag, host = tag or parent.tag, parent.host
+    if tag is None:
+        raise UsageError("launch needs --tag, or --resume RUN")
     loaded, place = ctx.experiment(tag, experiment, sets, host)
     options = verbs.Options(
         gpus=placement.parse_gpus(gpus) if gpus is not None else None,
+        resume=parent,
         no_deploy=no_deploy,
         warm_cache=warm_cache,
         clear_cache=clear_cache,
@@ -170,7 +182,7 @@ def _smoke(ctx: Context, session: "HostSession", loaded: "Experiment", options: 
     from dflashctl import launch as verbs
     from dflashctl import watch
 
-    options = replace(options, smoke=True, startup_seconds=0)
+    options = replace(options, smoke=True, resume=None, startup_seconds=0)
     started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
     record = ctx.history.find(f"{started.host}:{started.run}")
     ctx.out.note(f"{started.run} tries a few steps; its log is {started.log}")

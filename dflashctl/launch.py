@@ -45,6 +45,8 @@ class Options:
     gpus: tuple[int, ...] | None = None
     smoke: bool = False
     """Run `trainer.smoke` in place of the trainer, as a run of tag `<tag>-smoke`."""
+    resume: RunRecord | None = None
+    """Go on from its newest checkpoint."""
     no_deploy: bool = False
     warm_cache: bool = False
     clear_cache: bool = False
@@ -113,6 +115,8 @@ def launch(
     `report(what, value)` is told of each step ("deployed", "gpus", "waiting"). Raises GpuBusyError, GpuUnknownError,
     EnvironmentFault, StartupDeath and InterruptedByUser; a refusal changes nothing on the host but its release.
     """
+    if options.resume and "run.resume" in experiment.origins:
+        raise ConfigurationError("run.resume is set by --resume; take it out of the experiment and of --set")
     if "run.root" in experiment.origins:
         raise ConfigurationError("run.root is the host's root and set by launch; take it out of the experiment and of --set")
     record = RunRecord(
@@ -259,6 +263,7 @@ def _request(
         "python": host.python,
         "module": "trainer.smoke" if options.smoke else "trainer",
         "env": {**host.env, **placement.visible_devices(chosen)},
+        "resume": {"run": options.resume.run, "launch_id": options.resume.launch_id} if options.resume else None,
         "secrets": dict(options.secrets),
         "config": config,
         "cache": "warm" if options.warm_cache else "own",

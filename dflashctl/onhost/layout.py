@@ -134,6 +134,7 @@ class RunFolder:
         self.times = path / "times"
         self.secrets = path / "secrets.sh"
         self.cache = path / "cache"
+        self.checkpoints = path / "checkpoints"
 
     def record(self) -> dict[str, Any]:
         """run.json, or an empty mapping where it cannot be read."""

@@ -14,7 +14,7 @@ from dflashctl.onhost.entry import Fault, require_python
 from dflashctl.onhost.layout import Layout, RunFolder, point_link, write_text
 from dflashctl.onhost.logs import last_lines
 from dflashctl.onhost.processes import recorded_process
-from dflashctl.onhost.states import state_of
+from dflashctl.onhost.states import LIVING, state_of
 
 _PID_FILE_S = 15.0
 _FIND_S = 30.0
@@ -23,8 +23,8 @@ _FIND_S = 30.0
 def launch(args: dict[str, Any]) -> dict[str, Any]:
     """Claim a run folder, write what the run is, start it detached, and watch its start-up window.
 
-    `args`: root, tag, launch_id, release, python, module, env, secrets, config, record, cache ("own" or "warm"), gpu_model,
-    clear_cache, startup_s, log_lines, force, minimum_python.
+    `args`: root, tag, launch_id, release, python, module, env, resume, secrets, config, record, cache ("own" or "warm"),
+    gpu_model, clear_cache, startup_s, log_lines, force, minimum_python.
     """
     require_python(args["minimum_python"])
     layout = Layout(args["root"])
@@ -33,6 +33,7 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     cleared = str(caches.clear_default_cache({**os.environ, **args["env"]})) if args["clear_cache"] else None
     with layout.lock():
         layout.refuse_withdrawn(args["launch_id"])
+        args["config"]["run"]["resume"] = _checkpoint(layout, args["resume"]) or args["config"]["run"]["resume"]
         overridden = leases.held(layout, args["record"]["gpus"])
         if overridden and not args["force"]:
             raise leases.refusal(overridden)
@@ -54,6 +55,19 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
         "cleared_cache": cleared,
         "overridden": [lease.sentence() for lease in overridden],
     }
+
+
+def _checkpoint(layout: Layout, resume: dict[str, str] | None) -> str | None:
+    """The newest checkpoint of the run that is to be resumed, relative to the root; raises Fault where it has none."""
+    if resume is None:
+        return None
+    parent = layout.find_run(resume["run"], resume["launch_id"])
+    if state_of(parent)["state"] in LIVING:
+        raise Fault("environment", f"run {parent.run} is still living", f"dflashctl stop {parent.run}")
+    latest = parent.checkpoints / "latest"
+    if not latest.is_dir():
+        raise Fault("environment", f"run {parent.run} has no checkpoint to go on from")
+    return os.path.relpath(os.path.realpath(latest), os.path.realpath(layout.root))
 
 
 def _start(layout: Layout, folder: RunFolder, gpus: list[dict[str, Any]]) -> None:
@@ -85,6 +99,7 @@ def _prepare(layout: Layout, args: dict[str, Any], installed: dict[str, Any], ov
         "tag": args["tag"],
         "launch_id": args["launch_id"],
         "env_file": sorted(args["secrets"]),
+        "resumes": args["resume"] and args["resume"]["run"],
         "release": args["release"],
         "torch": torch,
         "python": args["python"],

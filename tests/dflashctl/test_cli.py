@@ -14,7 +14,7 @@ TABLE = [
     (["nonsense"], 2, "No such command 'nonsense'"),
     (["show", "quick", "more"], 2, "unexpected extra argument"),
     (["deploy", "local", "--all"], 2, "do not go together"),
-    (["launch"], 2, "Missing option '--tag'"),
+    (["launch"], 2, "launch needs --tag"),
     (["launch", "--tag", "quick", "--startup-seconds", "x"], 2, "valid number"),
     (["stop"], 2, "stop needs a RUN"),
     (["tail", "-n", "-1"], 2, "greater than or equal to 0"),

@@ -1,0 +1,55 @@
+"""`launch --resume`: a run that goes on from another's newest checkpoint, and says whose."""
+
+import json
+
+import pytest
+
+CHECKPOINT = """
+import json, os, pathlib, sys
+config = json.loads(pathlib.Path(sys.argv[1]).read_text())
+print("resumes", config["run"]["resume"], flush=True)
+for step in (5, 10):
+    pathlib.Path(f"checkpoints/step-{step}").mkdir(parents=True)
+os.symlink("step-10", "checkpoints/latest")
+"""
+
+
+@pytest.fixture
+def trained(bench):
+    bench.trainer(CHECKPOINT)
+    assert bench("launch", "--tag", "quick", "--startup-seconds", "30").exit_code == 0
+    return bench
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_and_names_its_parent(trained) -> None:
+    done = trained("launch", "--resume", "quick-1", "--startup-seconds", "30", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert done.document["run"] == "quick-2"
+    assert trained("tail", "quick-1").stdout == "resumes None\n"
+    assert trained("tail", "quick-2").stdout == "resumes runs/quick-1/checkpoints/step-10\n"
+    assert json.loads((trained.run_folder("quick-2") / "run.json").read_text())["resumes"] == "quick-1"
+    assert json.loads((trained.run_folder("quick-1") / "run.json").read_text())["resumes"] is None
+
+
+def test_another_tag_may_go_on_too(trained) -> None:
+    trained.experiment("other")
+    done = trained("launch", "--tag", "other", "--resume", "quick-1", "--startup-seconds", "30", "--json")
+    assert (done.exit_code, done.document["run"]) == (0, "other-1")
+
+
+def test_what_cannot_be_resumed_is_one_sentence(trained) -> None:
+    assert "no run" in trained("launch", "--resume", "slow-1").stderr
+    refused = trained("launch", "--resume", "quick-1", "--set", "run.resume=x")
+    assert (refused.exit_code, "run.resume is set by --resume" in refused.stderr) == (3, True)
+    other = trained("launch", "--resume", "quick-1", "--host", "elsewhere")
+    assert (other.exit_code, "on its own host only" in other.stderr) == (2, True)
+    nothing = trained("launch")
+    assert (nothing.exit_code, "--tag, or --resume RUN" in nothing.stderr) == (2, True)
+    trained.trainer("import time; print('no checkpoint'); time.sleep(600)")
+    trained("launch", "--tag", "quick", "--startup-seconds", "0")
+    living = trained("launch", "--resume", "quick-2")
+    assert (living.exit_code, "is still living" in living.stderr) == (8, True)
+    trained("stop", "quick-2")
+    none = trained("launch", "--resume", "quick-2")
+    assert (none.exit_code, "has no checkpoint" in none.stderr) == (8, True)
+    assert not trained.run_folder("quick-3").exists()
