@@ -336,6 +336,47 @@ def _stop_several(ctx: Context, places: "list[Host]", yes: bool, grace: float) -
 
 
 @app.command()
+def push(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="A host of hosts.yaml.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A file or folder here.")],
+    dest: Annotated[
+        str | None, typer.Argument(metavar="[DEST]", help="Where under the host's root; default: SRC's name.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Send data or a target model to a host: in pieces, verified; again after a break, it goes on where it stopped.
+
+    Example: dflashctl push ct200 targets/qwen3-8b targets/qwen3-8b
+    """
+    from dflashctl import render, transfer
+
+    ctx = make_context(as_json)
+    with ctx.session(ctx.hosts.get(host)) as session:
+        done = transfer.push(session, source, dest, render.progress(ctx.out))
+    ctx.out.document(done.document()) if as_json else render.moved(ctx.out, done)
+
+
+@app.command()
+def pull(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, unique prefix, or HOST:RUN.")],
+    path: Annotated[str, typer.Argument(metavar="[PATH]", help="What of its folder, such as checkpoints/latest.")] = ".",
+    into: Annotated[Path, typer.Option(metavar="DIR", help="Where here; it gets a folder named RUN.")] = Path(),
+    as_json: Json = False,
+) -> None:
+    """Fetch what a run has made, its log and checkpoints: in pieces, verified; again, only what is new.
+
+    Example: dflashctl pull threadwarm-1 checkpoints/latest
+    """
+    from dflashctl import render, transfer
+
+    ctx = make_context(as_json)
+    host, record = ctx.find(run)
+    with ctx.session(host) as session:
+        done = transfer.pull(session, record, path, into, render.progress(ctx.out))
+    ctx.out.document(done.document()) if as_json else render.moved(ctx.out, done)
+
+
+@app.command()
 def runs(
     refresh: Annotated[bool, typer.Option("--refresh", help="Ask the hosts first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 20,

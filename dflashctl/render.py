@@ -11,8 +11,9 @@ import re
 import select
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dflashctl.doctor import Check
     from dflashctl.environment import Environment
     from dflashctl.launch import Launched
+    from dflashctl.transfer import Moved
 
 _COLOURS = {
     "idle": "green",
@@ -47,6 +49,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _HELD_BACK = 4096
 _UNBOUNDED = 10_000
 _LINE_BYTES = 1 << 20
+_PROGRESS_S = 2.0
 
 
 class Renderer:
@@ -251,6 +254,36 @@ def launched(out: Renderer, done: "Launched") -> None:
         out.line(f"{done.run} is {done.state} on {done.host} ({where}), pid {done.pid}, {done.watched_s:.0f} s after its start")
     out.line(f"log: {done.log}")
     out.line(f"next: dflashctl tail {done.run}   dflashctl status {done.run}")
+
+
+def progress(out: Renderer) -> Callable[[str, int, int], None]:
+    """Says now and then how far a transfer is, how fast, and how long it will still take."""
+    begun = said = time.monotonic()
+    before: int | None = None
+
+    def tell(name: str, done: int, total: int) -> None:
+        nonlocal said, before
+        before = done if before is None else before
+        now = time.monotonic()
+        if now - said < _PROGRESS_S:
+            return
+        said, rate = now, (done - before) / (now - begun)
+        left = f", {_seconds((total - done) / rate)} left" if rate > 0 else ""
+        out.note(f"{name}: {_size(done)} of {_size(total)}, {_size(rate)}/s{left}")
+
+    return tell
+
+
+def moved(out: Renderer, done: "Moved") -> None:
+    """What a transfer did."""
+    same = "" if done.bytes_moved else ", all there already"
+    out.line(
+        f"{done.source} -> {done.dest}: {done.files} files, {_size(done.bytes_total)}; {_size(done.bytes_moved)} moved{same}"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 1024:.1f} KiB"
 
 
 def status(out: Renderer, state: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ _READ_SCRIPT = 'echo dflashctl-ready; IFS= read -r n && eval "$(head -c "$n")"'
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROGRAMS = (
     *("entry", "layout", "secrets", "processes", "states", "logs", "caches", "leases", "wrapper"),
-    *("environment", "doctor", "releases", "runs", "stop"),
+    *("environment", "doctor", "releases", "transfer", "runs", "stop"),
 )
 # Modules are made under their own names before they run, so that they import each other where nothing is installed.
 _LOADER = (
