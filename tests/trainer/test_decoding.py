@@ -35,7 +35,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_and_z_labs_rounds_are_ours(
     monkeypatch.setattr("dflash.model._cuda_time", time.perf_counter)  # it gives its rounds only with times taken on a GPU
     judge = DFlashDraftModel.from_pretrained(trained.checkpoint, dtype=torch.float32).eval()
     rounds = []
-    for prompt in trained.prompts:
+    for prompt in trained.prompts[:16]:
         plain = decode(trained.model, prompt, 16, STOP, greedy())
         ours = decode_with_drafter(trained.model, drafter, prompt, 16, STOP, greedy())
         theirs = dflash_generate(judge, trained.model, torch.tensor([prompt]), 16, list(STOP), return_stats=True)
@@ -59,7 +59,7 @@ def test_a_sliding_drafter_is_decoded_as_z_lab_decodes_it(
     full = load_checkpoint(trained.checkpoint, target_info(trained.model), torch.float32)
     judge = DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     rounds: dict[str, list[int]] = {"sliding": [], "full": []}
-    for prompt in trained.prompts:
+    for prompt in trained.prompts[:10]:
         ours = decode_with_drafter(trained.model, sliding, prompt, 16, STOP, greedy())
         theirs = dflash_generate(judge, trained.model, torch.tensor([prompt]), 16, list(STOP), return_stats=True)
         assert theirs.output_ids[0, len(prompt) :].tolist() == ours.tokens
@@ -71,7 +71,7 @@ def test_a_sliding_drafter_is_decoded_as_z_lab_decodes_it(
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5])
 def test_no_response_grows_beyond_its_limit(trained: Any, drafter: Any, most: int) -> None:
-    for prompt in trained.prompts[:12]:
+    for prompt in trained.prompts[:6]:
         plain = decode(trained.model, prompt, most, STOP, greedy())
         ours = decode_with_drafter(trained.model, drafter, prompt, most, STOP, greedy())
         assert (ours.tokens, ours.ended) == (plain.tokens, plain.ended)
@@ -82,7 +82,7 @@ def test_no_response_grows_beyond_its_limit(trained: Any, drafter: Any, most: in
 def test_a_response_ends_with_the_first_stop_token_wherever_it_lies_in_a_block(trained: Any, drafter: Any) -> None:
     prompt = max(trained.prompts, key=lambda p: len(decode(trained.model, p, 16, STOP, greedy()).tokens))
     full = decode(trained.model, prompt, 16, STOP, greedy()).tokens
-    for stop in dict.fromkeys(full):
+    for stop in list(dict.fromkeys(full))[:8]:
         ours = decode_with_drafter(trained.model, drafter, prompt, 16, {stop}, greedy())
         assert ours.tokens == full[: full.index(stop) + 1]
         assert ours.ended
@@ -120,7 +120,7 @@ def chain_counts(reject: Rejection) -> tuple[Counter[tuple[int, ...]], dict[tupl
     draft = torch.softmax(torch.randn(DRAFTED, WORDS, generator=generator), -1)
     sampling = Sampling(1.0, generator)
     counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(2000):
+    for _ in range(1500):
         tokens = [0]
         while len(tokens) <= LENGTH:
             drafted = sampling.draw(draft)
@@ -164,6 +164,6 @@ def test_sampled_responses_are_distributed_as_the_targets(trained: Any, drafter:
     for a, pa in enumerate(after().tolist()):
         if pa > 1e-3:
             truth |= {(a, b): pa * pb for b, pb in enumerate(after(a).tolist())}
-    counts = Counter(tuple(decode_with_drafter(trained.model, drafter, prompt, 2, set(), sampling).tokens) for _ in range(300))
+    counts = Counter(tuple(decode_with_drafter(trained.model, drafter, prompt, 2, set(), sampling).tokens) for _ in range(200))
     assert not chi_square_exceeds(counts, truth)
     assert chi_square_exceeds(Counter({(a, (b + 1) % 64): n for (a, b), n in counts.items()}), truth)

@@ -543,12 +543,12 @@ def test_a_run_says_that_it_is_alive_and_when_its_workers_stand_still(
 ) -> None:
     steps, let_go = itertools.count(1), threading.Event()
 
-    def hanging(*args: Any) -> LossParts:
+    def hanging(*args: Any) -> Any:
         if next(steps) == 4:
             let_go.wait(60)
-        return drafter_loss(*args)
+        return blocks_loss(*args)
 
-    monkeypatch.setattr(trainer.drafter, "drafter_loss", hanging)
+    monkeypatch.setattr(trainer.drafter, "blocks_loss", hanging)
     monkeypatch.setattr(trainer.pipeline, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(trainer.report, "OVERDUE_S", 1.0)
     monkeypatch.setattr(trainer.report, "OVERDUE_STEPS", 0)
