@@ -200,6 +200,8 @@ def _progress(out: "Renderer") -> Any:
             out.note(f"release {value.release}: {'sent' if value.uploaded_bytes else 'already there, intact'}")
         elif what == "gpus" and value:
             out.note("GPUs " + ", ".join(f"{gpu.index} ({gpu.name})" for gpu in value))
+        elif what == "doubt":
+            out.note(f"warning: who else is at them is not known: {value}")
         elif what == "waiting" and str(value) != waiting:
             waiting = str(value)
             out.note(f"waiting: {waiting}")

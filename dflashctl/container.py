@@ -21,8 +21,11 @@ class Gateway:
 
     def words(self) -> list[str]:
         """The words in front of a command; `--` keeps its options from being read as pct's."""
-        sudo = [] if self.user == "root" else ["sudo", "-n"]
-        return [*sudo, _PCT, "exec", str(self.container.id), "--"]
+        return [*self.rights(), _PCT, "exec", str(self.container.id), "--"]
+
+    def rights(self) -> list[str]:
+        """The words in front of a command for the machine around the container, which takes root as pct does."""
+        return [] if self.user == "root" else ["sudo", "-n"]
 
     def refusal(self, host: Host, said: str, facts: dict[str, str]) -> ContainerError | None:
         """The error that stderr `said` stands for, or None; `facts` is what `inquiry` found, empty if it was not asked."""

@@ -92,6 +92,12 @@ class EnvironmentFault(DflashctlError):
     code = "environment"
 
 
+class BrokenAnswerError(EnvironmentFault):
+    """The host's interpreter ended before it had answered, or answered something else."""
+
+    code = "broken_answer"
+
+
 class StartupDeath(DflashctlError):
     """The run ended inside its start-up window."""
 

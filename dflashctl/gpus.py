@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from dflashctl.hosts import Idle
 
@@ -41,13 +41,17 @@ section() {{
   printf '@%s\\n' "$1"
   said=$(exec 2>&1; timeout -k 2 {TIMEOUT_S} "$smi" "$2" {FORMAT} </dev/null; exit "$?")
   status=$?
-  printf '%s\\n\\n@status %s\\n' "$said" "$status"
+  printf '%s\\n' "$said" | sed 's/^/ /'  # what it says begins no section
+  printf '\\n@status %s\\n' "$status"
 }}
 plain() {{ tr '\\000\\t\\n' '   ' | head -c 300; }}
 whose() {{  # who a process is, for people: pid, user, container, pid in it, our run, command
   [ -r "/proc/$1/status" ] || return
+  # in a namespace of its own (a container) the driver's number is another process's, unless that one is at a GPU too
+  [ -n "$around" ] || [ "$(readlink /proc/self/ns/pid)" = 'pid:[4026531836]' ] ||
+    ls -l "/proc/$1/fd" 2>/dev/null | grep -q /dev/nvidia || return
   container=$(sed -n 's#.*/lxc/\\([0-9]\\{{1,9\\}}\\)\\(/.*\\)\\{{0,1\\}}$#\\1#p' "/proc/$1/cgroup" 2>/dev/null | head -n 1)
-  inner=$(sed -n 's/^NSpid:.*[[:space:]]\\([0-9]*\\)$/\\1/p' "/proc/$1/status")
+  inner=$(sed -n 's/^NSpid://p' "/proc/$1/status" | tr -s '\\t' ' ' | cut -d' ' -f3)  # after ours, its container's
   run=$(tr '\\000' '\\n' <"/proc/$1/environ" 2>/dev/null | sed -n 's/^DFLASHCTL_RUN=//p' | head -n 1 | plain)
   printf '%s\\t%s\\t%s\\t%s\\t%s\\t' "$1" "$(stat -c %U "/proc/$1")" "$container" "$inner" "$run"
   plain <"/proc/$1/cmdline"
@@ -73,24 +77,26 @@ else
 fi
 """
 
-_LEASES_HERE = """\
+_LEASES = """\
 printf '@leases\\n'
-for lease in {root}/leases/*; do
-  [ -f "$lease" ] || continue
-  flock -n "$lease" true 2>/dev/null
-  [ "$?" != 1 ] || printf '%s\\t\\t%s\\n' "${{lease##*/}}" "$(head -c 1000 "$lease" | plain)"
+lease() {  # a lease, the container that its holder is in, and what it says, where it is held or cannot be read
+  flock -n -s "$1" true 2>/dev/null
+  case $? in
+    0) return ;;
+    1) state=held ;;
+    *) state=unread ;;
+  esac
+  printf '%s\\t%s\\t%s\\t%s\\n' "$2" "$3" "$state" "$(timeout 2 head -c 1000 "$1" 2>/dev/null | plain)"
+}
+for file in ROOT/leases/*; do
+  [ ! -f "$file" ] || lease "$file" "${file##*/}" ''
 done
-:
-"""
-
-# From outside a container its files are seen through the processes that have them open.
-_LEASES_OF_ALL = """\
-printf '@leases\\n'
+# those of other roots, and of containers, are seen through the processes that have them open
 find /proc/[0-9]*/fd -lname '*/leases/GPU-*' 2>/dev/null | head -n 512 | while read -r open; do
-  lease=$(readlink "$open")
-  process=${open%/fd/*}
-  container=$(sed -n 's#.*/lxc/\\([0-9]\\{1,9\\}\\)\\(/.*\\)\\{0,1\\}$#\\1#p' "$process/cgroup" 2>/dev/null | head -n 1)
-  printf '%s\\t%s\\t%s\\n' "${lease##*/}" "$container" "$(head -c 1000 "$open" | plain)"
+  name=$(readlink "$open") process=${open%/fd/*}
+  [ -f "$open" ] || continue
+  in=$(sed -n 's#.*/lxc/\\([0-9]\\{1,9\\}\\)\\(/.*\\)\\{0,1\\}$#\\1#p' "$process/cgroup" 2>/dev/null | head -n 1)
+  lease "$open" "${name##*/}" "$in"
 done | sort -u
 :
 """
@@ -102,6 +108,7 @@ _NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]+)?")
 _LOST = re.compile(r"Unable to determine the device handle for GPU ?([0-9]{1,3}(?=: ))?:? ?([0-9A-Fa-f:.]+): (.*)")
 _LIBRARY = re.compile(r"NVML library version: (\S+)")
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s")
+_NOBODY: Final[dict[str, Any]] = {"user": None, "container": None, "inner_pid": None, "run": None, "command": None}
 _GARBLED = "a whole line"
 """Stands beside the first cell of a row whose cells do not fit the header."""
 _FAULTS = ("requires reset", "err!", "is lost")
@@ -113,7 +120,8 @@ class Lease:
 
     uuid: str
     container: int | None
-    holder: str
+    holder: str | None
+    """None: whether it is held cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +172,10 @@ class GpuReport:
     """Why GPUs could not be read, with the remedy; the host's GPUs are then unknown."""
     missing: bool = False
     """There is no nvidia-smi."""
+    leases: tuple[Lease, ...] = ()
+    """Of all GPUs, also of those that are not listed."""
+    doubt: str | None = None
+    """What could not be asked although the GPUs could be read: who else is at them."""
 
     @property
     def note(self) -> str | None:
@@ -192,10 +204,11 @@ class _Section:
 def query_script(root: str | None) -> str:
     """POSIX sh that looks at the GPUs, at who computes on them and at their leases; exits 0, faults are in its output.
 
-    Leases are those under `root`, or (None, for the machine around containers) those that any process there holds open. It
-    takes up to four times 17 s; a process stuck in the kernel can hold it longer, so the caller keeps a time-out of its own.
+    Leases are those under `root`, and those that any process there holds open; `root` is None for the machine around a
+    container. It takes up to four times 17 s; a process stuck in the kernel can hold it longer, so the caller keeps a time-out
+    of its own.
     """
-    return _SCRIPT + (_LEASES_OF_ALL if root is None else _LEASES_HERE.format(root=shlex.quote(root)))
+    return f"around={'' if root else 1}\n" + _SCRIPT + _LEASES.replace("ROOT", shlex.quote(root or "/nonexistent"))
 
 
 def parse_query(text: str) -> GpuReport:
@@ -204,10 +217,10 @@ def parse_query(text: str) -> GpuReport:
     looks = [section for name, section in sections if name == "gpus"]
     others = dict(sections)
     if "missing" in others:
-        return GpuReport(missing=True)
+        return GpuReport(missing=True, leases=_leases(others))
     reports = [_parse_look(look, others, text) for look in looks] or [_parse_look(_Section(), others, text)]
     failed = next((report for report in reports if report.error or not report.gpus), None)
-    return failed or _worst(reports)
+    return replace(failed or _worst(reports), leases=_leases(others))
 
 
 def _parse_look(gpus: _Section, others: Mapping[str, _Section], text: str) -> GpuReport:
@@ -226,7 +239,7 @@ def _parse_look(gpus: _Section, others: Mapping[str, _Section], text: str) -> Gp
     processes = [
         (row.get("gpu_uuid"), _process(row, people)) for row in _rows(others.get("apps", _Section()).lines, "process_name")
     ]
-    leases = [_lease(*fields) for fields in _fields(others.get("leases", _Section()), 3)]
+    leases = _leases(others)
     found = sorted([_gpu(row, processes, leases) for row in rows] + lost, key=lambda gpu: (gpu.index is None, gpu.index))
     unexplained = gpus.status not in (0, _INFOROM_CORRUPTED) and not lost
     return GpuReport(gpus=tuple(found), error=_failed(gpus) if unexplained else None)
@@ -235,16 +248,17 @@ def _parse_look(gpus: _Section, others: Mapping[str, _Section], text: str) -> Gp
 def joined(inside: GpuReport, around: GpuReport, container: int) -> GpuReport:
     """What a container's own nvidia-smi says, with what the machine around it knows of other containers.
 
-    In a container the driver names no process, and leases under another root are not seen. Where the machine around has no
-    answer (its GPUs belong to a virtual machine, say), `inside` stays as it is.
+    In a container the driver names no process, or one by a number that is another's there, and leases of other containers are
+    not seen. Without an nvidia-smi around it (its GPUs belong to a virtual machine, say) nobody is named.
     """
-    outer = {gpu.uuid: gpu for gpu in around.gpus if gpu.uuid}
+    outer = {gpu.uuid: gpu.processes for gpu in around.gpus if gpu.uuid}
+    foreign = [lease for lease in around.leases if lease.container != container]
     gpus = []
     for gpu in inside.gpus:
-        known = outer.get(gpu.uuid or "")
-        foreign = tuple(lease for lease in known.leases if lease.container != container) if known else ()
-        gpus.append(replace(gpu, processes=known.processes, leases=gpu.leases + foreign) if known else gpu)
-    return replace(inside, gpus=tuple(gpus))
+        strangers = tuple(replace(process, **_NOBODY) for process in gpu.processes)
+        leases = gpu.leases + tuple(lease for lease in foreign if lease.uuid == gpu.uuid)
+        gpus.append(replace(gpu, processes=outer.get(gpu.uuid or "", strangers), leases=leases))
+    return replace(inside, gpus=tuple(gpus), doubt=around.error)
 
 
 def judge(gpu: Gpu, idle: Idle) -> GpuState:
@@ -264,6 +278,8 @@ def judge(gpu: Gpu, idle: Idle) -> GpuState:
         for name, value in (("memory.used", gpu.memory_used_mib), ("utilization.gpu", gpu.utilization_percent))
         if value is None
     ]
+    if any(lease.holder is None for lease in gpu.leases):
+        unread.append("whether a run holds its lease cannot be read")
     if unread:
         return GpuState(state="unknown", reason="; ".join(unread))
     return GpuState(state="idle", reason=f"{gpu.memory_used_mib} MiB in use, utilization {gpu.utilization_percent} %")
@@ -275,7 +291,8 @@ def _busy(gpu: Gpu, idle: Idle) -> Iterable[str]:
     holders = ", ".join(_holder(process) for process in gpu.processes)
     listed = max((process.memory_mib or 0 for process in gpu.processes), default=0)
     for lease in gpu.leases:
-        yield f"it is held by {lease.holder}"
+        if lease.holder:
+            yield f"it is held by {lease.holder}" + ("" if lease.container is None else f" in container {lease.container}")
     if used is None and gpu.processes:
         yield f"memory is unknown, but it is in use by {holders}"
     elif used is not None and max(used, listed) > idle.max_memory_mib:
@@ -328,15 +345,19 @@ def _fields(section: _Section, count: int) -> Iterable[list[str]]:
             yield [_shown(field) for field in fields]
 
 
-def _lease(uuid: str, container: str, note: str) -> Lease:
+def _leases(sections: Mapping[str, _Section]) -> tuple[Lease, ...]:
+    found = [_lease(*fields) for fields in _fields(sections.get("leases", _Section()), 4)]
+    return tuple(dict.fromkeys(found))  # one of this root is also seen open
+
+
+def _lease(uuid: str, container: str, state: str, note: str) -> Lease:
     try:
         said = json.loads(note)
     except (ValueError, RecursionError):
         said = None
     known = {key: _shown(str(value)) for key, value in said.items()} if isinstance(said, dict) else {}
     who = f"run {known['run']} of {known.get('by', 'somebody')} since {known.get('since', '?')}" if "run" in known else "a run"
-    inside = _whole(_number(container))
-    return Lease(uuid=uuid, container=inside, holder=who if inside is None else f"{who} in container {inside}")
+    return Lease(uuid=uuid, container=_whole(_number(container)), holder=who if state == "held" else None)
 
 
 def _worst(looks: Sequence[GpuReport]) -> GpuReport:
@@ -418,7 +439,7 @@ def _process(row: Mapping[str, str], people: Mapping[str, Sequence[str]]) -> Gpu
     inside = _whole(_number(container))
     return replace(
         known,
-        user=user or None,
+        user=user if user not in ("", "UNKNOWN") else None,
         container=inside,
         inner_pid=None if inside is None else _whole(_number(inner)),
         run=run or None,

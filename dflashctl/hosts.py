@@ -22,6 +22,7 @@ REMOTE_PYTHON: Final = "/usr/bin/python3"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OURS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+_OF_A_RUN = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,6 +229,8 @@ def read_env_file(path: Path) -> dict[str, str]:
             raise ConfigurationError(f"{path}:{number} must be NAME=VALUE")
         if name in _OURS:
             raise ConfigurationError(f"{path}:{number}: {name} is set by launch from the GPUs it chose; use 'gpus' instead")
+        if name in _OF_A_RUN or name.startswith("DFLASHCTL_"):
+            raise ConfigurationError(f"{path}:{number}: {name} is what launch gives each run for itself")
         found[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
     return found
 

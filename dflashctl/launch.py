@@ -2,7 +2,6 @@
 
 import datetime
 import getpass
-import json
 import secrets
 import socket
 import time
@@ -13,11 +12,13 @@ from typing import Any
 from dflashctl import placement
 from dflashctl.bundle import deploy, pack
 from dflashctl.errors import (
+    BrokenAnswerError,
     ConfigurationError,
     ContainerStoppedError,
     DflashctlError,
     EnvironmentFault,
     GpuBusyError,
+    GpuUnknownError,
     HostError,
     InterruptedByUser,
     RemoteTimeoutError,
@@ -28,7 +29,7 @@ from dflashctl.experiment import Experiment
 from dflashctl.gpus import Gpu, GpuReport, judge
 from dflashctl.runs import History, RunRecord, record_of
 from dflashctl.session import HostSession
-from dflashctl.watch import RECONNECT_S, list_runs, look, query_gpus, status
+from dflashctl.watch import RECONNECT_S, list_runs, query_gpus, status
 
 _STOP_MARGIN_S = 40.0
 _LOG_LINES = 20
@@ -112,7 +113,7 @@ def launch(
 ) -> Launched:
     """Deploy if stale, check GPUs, start detached, watch the start-up window.
 
-    `report(what, value)` is told of each step ("deployed", "gpus", "waiting"). Raises GpuBusyError, GpuUnknownError,
+    `report(what, value)` is told of each step ("deployed", "gpus", "doubt", "waiting"). Raises GpuBusyError, GpuUnknownError,
     EnvironmentFault, StartupDeath and InterruptedByUser; a refusal changes nothing on the host but its release.
     """
     if options.resume and "run.resume" in experiment.origins:
@@ -131,7 +132,7 @@ def launch(
     record = replace(record, release=_release(session, options, environ, report))
     try:
         chosen, answer = _start(session, experiment, options, record, report)
-    except (KeyboardInterrupt, HostError, RemoteTimeoutError) as error:
+    except (KeyboardInterrupt, HostError, RemoteTimeoutError, BrokenAnswerError) as error:
         chosen, answer = _adopt(session, record, history, error)
     try:
         history.append(replace(record, run=answer["run"], state=answer["state"], exit_code=answer["exit_code"]))
@@ -172,13 +173,23 @@ def _start(
     deadline = time.monotonic() + options.wait_gpu_s
     lost: set[str] = set()
     patience_s = 0.0
+    unknown_since: float | None = None
     while True:
         found = _query(session, patience_s) if needed else GpuReport()
         try:
             chosen = placement.choose(found, session.host, wanted, needed, options.force)
             report("gpus", chosen)
+            if found.doubt:
+                report("doubt", found.doubt)
             return chosen, _send(session, experiment, options, record, chosen)
+        except GpuUnknownError:
+            # who has waited for hours does not give up at one look that failed
+            unknown_since = unknown_since or time.monotonic()
+            if time.monotonic() - unknown_since >= patience_s:
+                raise
+            time.sleep(WAIT_S)
         except GpuBusyError as error:
+            unknown_since = None
             taken = set(error.details.get("taken", ()))  # type: ignore[call-overload]
             if taken - lost and not isinstance(wanted, tuple):
                 lost |= taken
@@ -327,13 +338,11 @@ def _death(launched: Launched) -> StartupDeath:
 
 def verdict(session: HostSession, record: RunRecord) -> dict[str, Any]:
     """What an ended smoke run found, from the last line of its log; raises EnvironmentFault where it found nothing."""
-    lines = look(session, record, None, lines=_LOG_LINES).data.decode(errors="replace").splitlines()
-    try:
-        found = json.loads(lines[-1])
-    except (ValueError, IndexError):
-        found = None
+    request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id, "lines": _LOG_LINES}
+    answer = session.call("logs", "last_document", request)
+    found = answer["document"]
     if not isinstance(found, dict) or not isinstance(found.get("go"), bool):
-        text = "\n".join(lines) or "(the log is empty)"
+        text = "\n".join(answer["lines"]) or "(the log is empty)"
         raise EnvironmentFault(f"{record.name} ended without a verdict; its log ends:\n{text}", details={"run": record.run})
     return found
 
@@ -361,26 +370,28 @@ def stop(session: HostSession, record: RunRecord, history: History, grace_s: flo
         raise StopIncompleteError(f"{record.name} is still {state['state']}", hint="try again in a moment")
     if state["state"] != record.state:
         history.append(replace(record, state=state["state"], exit_code=state["exit_code"]))
-    memory = None if answer["already"] else _await_freed(session, record, answer["gpus"])
-    return {"host": record.host, "tag": record.tag, "already": answer["already"], "memory": memory, **state}
+    untouched = answer["already"] and not answer["leftovers"]
+    memory = None if untouched else _await_freed(session, record, answer["gpus"])
+    told = {"already": answer["already"], "leftovers": answer["leftovers"], "memory": memory}
+    return {"host": record.host, "tag": record.tag, **told, **state}
 
 
 def _await_freed(session: HostSession, record: RunRecord, gpus: Sequence[Mapping[str, Any]]) -> str | None:
     """Wait until the GPUs of a stopped run hold nothing; raises StopIncompleteError when they go on holding it.
 
     A driver gives memory back some time after the last process is gone, and never where one is stuck in it. What is held by
-    others is not looked at: by a run with a lease, or by a process that is known and not of this run.
+    others is not looked at: by a run with a lease, by a process that is known and not of this run, or before it was launched.
     """
     deadline = time.monotonic() + FREED_S
-    uuids = {gpu.get("uuid") for gpu in gpus}
-    while uuids:
+    limits = {gpu.get("uuid"): session.host.idle.max_memory_mib + (gpu.get("memory_used_mib") or 0) for gpu in gpus}
+    while limits:
         try:
             found = query_gpus(session)
         except DflashctlError as error:
             return f"whether its GPUs are free is not known: {error}"
         if found.error:
             return f"whether its GPUs are free is not known: {found.error}"
-        held = [gpu for gpu in found.gpus if gpu.uuid in uuids and _still_holds(gpu, record, session.host.idle.max_memory_mib)]
+        held = [gpu for gpu in found.gpus if gpu.uuid in limits and _still_holds(gpu, record, limits[gpu.uuid])]
         if not held:
             break
         if time.monotonic() > deadline:
@@ -426,7 +437,8 @@ def living_of_mine(session: HostSession) -> tuple[list[RunRecord], list[RunRecor
 
 
 def _named(gpus: Sequence[Gpu]) -> list[dict[str, Any]]:
-    return [{"index": gpu.index, "uuid": gpu.uuid, "name": gpu.name} for gpu in gpus]
+    names = ("index", "uuid", "name", "memory_used_mib")
+    return [{name: getattr(gpu, name) for name in names} for gpu in gpus]
 
 
 def _who() -> str:

@@ -312,7 +312,8 @@ def living(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
 def stopped(state: dict[str, Any]) -> str:
     """What became of a run that was to be stopped."""
     memory = f"; {state['memory']}" if state.get("memory") else ""
-    return f"{state['host']}:{state['run']} {'had already ended: ' if state['already'] else ''}{describe(state)}{memory}"
+    left = f"; {state['leftovers']} processes that it had left behind were ended" if state.get("leftovers") else ""
+    return f"{state['host']}:{state['run']} {'had already ended: ' if state['already'] else ''}{describe(state)}{left}{memory}"
 
 
 def stopped_each(out: Renderer, states: Sequence[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dflashctl import errors
 from dflashctl.container import Gateway
-from dflashctl.errors import ContainerError, DflashctlError, EnvironmentFault, HostError, RemoteTimeoutError
+from dflashctl.errors import BrokenAnswerError, ContainerError, DflashctlError, EnvironmentFault, HostError, RemoteTimeoutError
 from dflashctl.hosts import Host
 from dflashctl.remote import Completed, LocalRemote, Remote
 
@@ -74,8 +74,8 @@ class HostSession:
             f'PATH="${{PATH:+$PATH:}}{_PATH}" LC_ALL=C; export PATH LC_ALL; cd /\n'
             f"echo {mark}; (\n{text}\n); printf '\\n%s %s\\n' {mark} $?"
         ).encode()
-        inside = self._gateway.words() if self._gateway and not outside else []
-        argv = [*inside, "timeout", "-k", "5", f"{timeout_s:.0f}", "/bin/sh", "-c", _READ_SCRIPT]
+        way = [] if self._gateway is None else self._gateway.rights() if outside else self._gateway.words()
+        argv = [*way, "timeout", "-k", "5", f"{timeout_s:.0f}", "/bin/sh", "-c", _READ_SCRIPT]
         self.round_trips += not outside
         try:
             done = self._remote.exchange(argv, b"%d\n%b%b" % (len(body), body, payload), _OPENING, timeout_s + _MARGIN_S)
@@ -141,7 +141,7 @@ class HostSession:
         except (ValueError, IndexError, AttributeError, RecursionError):
             said = done.stderr.decode(errors="replace").strip().splitlines()
             text = said[-1] if said else f"exit code {done.exit_code}, nothing was said"
-            raise EnvironmentFault(f"host {self.host.name}: {self.host.python} failed: {text}") from None
+            raise BrokenAnswerError(f"host {self.host.name}: {self.host.python} failed: {text}") from None
         if "fault" not in answer:
             return answer["result"]
         fault = answer["fault"]

@@ -169,8 +169,16 @@ def survey(session: HostSession) -> tuple[dict[str, Any], ExitCode]:
     rows = [asdict(gpu) | asdict(judge(gpu, session.host.idle)) for gpu in report.gpus]
     names = ("index", "uuid", "name", "memory_used_mib", "memory_total_mib", "utilization_percent", "temperature_c")
     shown = (*names, "power_w", "state", "reason", "processes", "leases")
-    document |= {"error": report.error, "note": report.note, "gpus": [{key: row[key] for key in shown} for row in rows]}
+    document |= {
+        "error": report.error,
+        "note": report.note or _doubt(report),
+        "gpus": [{key: row[key] for key in shown} for row in rows],
+    }
     return document, ExitCode.GPU_UNKNOWN if report.error else ExitCode.OK
+
+
+def _doubt(report: GpuReport) -> str | None:
+    return f"who is at them from other containers is not known: {report.doubt}" if report.doubt else None
 
 
 def query_gpus(session: HostSession) -> GpuReport:
@@ -181,6 +189,7 @@ def query_gpus(session: HostSession) -> GpuReport:
         return report
     try:
         done = session.script(query_script(None), timeout_s=_GPU_QUERY_S, outside=True)
-    except DflashctlError:
-        return report  # which stands on its own: memory in use is seen inside as well, only not whose it is
-    return joined(report, parse_query(done.stdout.decode(errors="replace")), session.host.container.id)
+        around = parse_query(done.stdout.decode(errors="replace"))
+    except DflashctlError as error:  # memory in use is seen inside as well, only not whose it is
+        around = GpuReport(error=str(error))
+    return joined(report, around, session.host.container.id)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflashctl.onhost.entry import Fault
 from dflashctl.onhost.layout import Layout
 
-_A_MOMENT_S = 1.0
 _MOST_CHARACTERS = 1000
 
 
@@ -54,17 +52,13 @@ def held(layout: Layout, gpus: list[dict[str, Any]]) -> list[Held]:
 
 
 def is_locked(lease: Path) -> bool:
-    """Whether a run holds it; another's look at it, which takes a moment, is waited out."""
-    deadline = time.monotonic() + _A_MOMENT_S
+    """Whether a run holds it. A look takes a shared lock, so that two who look do not take each other for a run."""
     with open(lease, "a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return False
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    return True
-                time.sleep(0.05)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
 
 
 def note(lease: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import select
 import sys
@@ -43,20 +44,34 @@ def peek(args: dict[str, Any]) -> dict[str, Any]:
     while True:
         state = state_of(folder)  # before the log: what a dead run wrote last is then surely read
         path, offset, restarted = _resume(folder, place)
-        if _size(path) > offset or state["state"] not in LIVING or time.monotonic() > deadline or _listener_left(_LOOK_S):
+        data, end = _piece(folder, path, offset, growing=state["state"] in LIVING)
+        if end > offset or state["state"] not in LIVING or time.monotonic() > deadline or _listener_left(_LOOK_S):
             break
-    data = _read(path, offset, BLOCK_BYTES)
-    if state["state"] in LIVING or _size(path) > offset + len(data):
-        data = secrets.whole_lines(folder, data)
-    end = offset + len(data)
     return {
         "state": state,
-        "data": base64.b64encode(secrets.mask(folder, data)).decode(),
+        "data": base64.b64encode(data).decode(),
         "place": {"offset": end, "seen": _seen(path, end)},
         "left": max(0, _size(path) - end),
         "log": str(path),
         "restarted": restarted,
     }
+
+
+def _piece(folder: RunFolder, path: Path, offset: int, growing: bool) -> tuple[bytes, int]:
+    """What is shown from `offset` on, 1 MiB at most and without secrets, and where it ends.
+
+    Of a line that is not whole yet, the end that could be half a secret is left for later; what comes before `offset` is read
+    again, for it could be the other half.
+    """
+    overlap = secrets.overlap(folder)
+    before = min(offset, overlap)
+    data = _read(path, offset - before, before + BLOCK_BYTES)
+    end = len(data)
+    if growing or _size(path) > offset - before + end:
+        line_end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        end = max(before, line_end, end - overlap)
+    masked, end = secrets.mask(folder, data, before, end)
+    return masked, offset - before + end
 
 
 def _listener_left(wait_s: float) -> bool:
@@ -67,9 +82,20 @@ def _listener_left(wait_s: float) -> bool:
 def last_lines(folder: RunFolder, count: int) -> list[str]:
     """The last `count` lines for a message: 1 MiB at most, of each line its last 2000 characters."""
     data = _read(folder.log, line_start(folder.log, count), BLOCK_BYTES)
-    lines = _LINE_END.split(secrets.mask(folder, data))
+    lines = _LINE_END.split(secrets.mask(folder, data)[0])
     texts = [line.decode(errors="replace") for line in lines[: -1 if lines[-1] == b"" else None]]
     return [text if len(text) <= _LINE_CHARS else f"...{text[-_LINE_CHARS:]}" for text in texts]
+
+
+def last_document(args: dict[str, Any]) -> dict[str, Any]:
+    """`document`: the JSON value in the last line of a run's log, or None; `lines`: its last lines. Strings are masked."""
+    folder = Layout(args["root"]).find_run(args["run"], args["launch_id"])
+    last = _read(folder.log, line_start(folder.log, 1), BLOCK_BYTES)
+    try:
+        document = secrets.mask_all(folder, json.loads(last))
+    except (ValueError, RecursionError):
+        document = None
+    return {"document": document, "lines": last_lines(folder, args["lines"])}
 
 
 def line_start(path: Path, count: int) -> int:
@@ -156,4 +182,4 @@ def _mtime(path: Path) -> float:
         return 0.0
 
 
-VERBS = {"peek": peek}
+VERBS = {"peek": peek, "last_document": last_document}

@@ -112,7 +112,9 @@ def _prepare(layout: Layout, args: dict[str, Any], installed: dict[str, Any], ov
     write_text(folder.config, json.dumps(args["config"], indent=1) + "\n")
     taking = [gpu for gpu in args["record"]["gpus"] if gpu["uuid"] not in overridden]
     paths = [leases.path(layout, gpu) for gpu in taking]
-    write_text(folder.script, wrapper.script(folder, args, release, cache, own_cache=shared is None, leases=paths))
+    later = [leases.path(layout, gpu) for gpu in args["record"]["gpus"] if gpu["uuid"] in overridden]
+    text = wrapper.script(folder, args, release, cache, own_cache=shared is None, leases=paths, later=later)
+    write_text(folder.script, text)
     folder.script.chmod(0o755)
     write_text(folder.record_path, json.dumps(record, indent=1) + "\n")
     return folder
@@ -158,6 +160,8 @@ def find(args: dict[str, Any]) -> dict[str, Any]:
     layout = Layout(args["root"])
     with layout.lock(_FIND_S):
         found = [folder for folder in layout.all_runs() if folder.launch_id() == args["launch_id"]]
+        if found and not found[0].pid.exists():  # whoever held the lock until now has given up on it
+            write_text(found.pop().stopped, "given up: it did not start\n")
         if not found:
             layout.withdraw(args["launch_id"])
     return {"run": _entry(found[0]) if found else None}

@@ -5,14 +5,18 @@ They come on standard input like everything else, so no command line and no reco
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+from typing import Any
 
 from dflashctl.onhost.layout import RunFolder
 
 SHORTEST = 4
 """Characters that a value needs to be masked: `1` or `on` is no secret, and would be masked out of every number."""
+_WORDS = frozenset({"true", "false", "none", "null"})
+"""No secrets either."""
 _MASK = b"***"
 
 
@@ -23,22 +27,37 @@ def write(folder: RunFolder, values: dict[str, str]) -> None:
         file.write(text)
 
 
-def mask(folder: RunFolder, data: bytes) -> bytes:
-    """`data` of the run's log without the values."""
-    values = _values(folder)
-    return re.sub(b"|".join(map(re.escape, values)), _MASK, data) if values else data
+def mask(folder: RunFolder, data: bytes, begin: int = 0, end: int | None = None) -> tuple[bytes, int]:
+    """`data[begin:end]` without the values, and where it ends: after the value that would be cut in two there."""
+    values, masked, at, last = _values(folder), b"", begin, len(data) if end is None else end
+    for found in re.finditer(b"|".join(map(re.escape, values)), data) if values else ():
+        if found.end() > begin and found.start() < last:
+            masked += data[at : max(at, found.start())] + _MASK
+            at = found.end()
+    return masked + data[at:last], max(at, last)
 
 
-def whole_lines(folder: RunFolder, data: bytes) -> bytes:
-    """Of a piece of a log what can be masked by itself: a value never spans lines, but may span two pieces."""
-    end = data.rfind(b"\n") + 1
-    return data[:end] if end and _values(folder) else data
+def mask_all(folder: RunFolder, value: Any) -> Any:
+    """A JSON value with the strings in it masked."""
+    if isinstance(value, str):
+        return mask(folder, value.encode())[0].decode(errors="replace")
+    if isinstance(value, dict):
+        return {key: mask_all(folder, item) for key, item in value.items()}
+    return [mask_all(folder, item) for item in value] if isinstance(value, list) else value
+
+
+def overlap(folder: RunFolder) -> int:
+    """How many bytes two pieces of a log have to share, so that each value is whole in one of them."""
+    return max(map(len, _values(folder)), default=1) - 1
 
 
 def _values(folder: RunFolder) -> list[bytes]:
+    """The values as they are, and as JSON and Python write them between quotes; the longest first."""
     try:
         words = shlex.split(folder.secrets.read_text())
     except (OSError, ValueError):
         return []
     values = {word.partition("=")[2] for word in words if "=" in word}
-    return sorted((value.encode() for value in values if len(value) >= SHORTEST), key=len, reverse=True)
+    secret = {value for value in values if len(value) >= SHORTEST and value.lower() not in _WORDS}
+    forms = {form for value in secret for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
+    return sorted((form.encode() for form in forms), key=len, reverse=True)

@@ -30,7 +30,8 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
     state = _state(folder, alive is not None, code, claimed)
     started = begun.clock if begun else claimed
     ended = None if code is None else over.clock if over else _mtime(folder.exit_code)
-    event = last_event(folder.events)
+    begun_anew = state in LIVING and begun is not None and (_mtime(folder.events) or 0.0) < begun.clock
+    event = {} if begun_anew else last_event(folder.events)  # what is there is of the life before
     return {
         "run": folder.run,
         "state": state,
@@ -41,11 +42,11 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
         "started_at": _utc(started),
         "ended_at": _utc(ended),
         "duration_s": _duration(begun, over, state) if begun else _age(started, ended),
-        "step": last_event(folder.events, "step").get("step"),
+        "step": last_event(folder.events, "step").get("step") if event else None,
         "last_event": event.get("event"),
         "last_event_age_s": _age(_mtime(folder.events), None) if event else None,
-        "stalled": state == "running" and _is_stalled(folder),
-        "error": secrets.mask(folder, str(event.get("error")).encode()).decode() if event.get("event") == "failed" else None,
+        "stalled": state == "running" and bool(event) and _is_stalled(folder),
+        "error": secrets.mask_all(folder, str(event.get("error"))) if event.get("event") == "failed" else None,
     }
 
 

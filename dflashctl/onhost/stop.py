@@ -17,12 +17,16 @@ _KILL_S = 5.0
 
 
 def stop(args: dict[str, Any]) -> dict[str, Any]:
-    """Stop `run`; answers `already` (it had ended), `survivors` [{pid, name, state}], state and GPUs."""
+    """Stop `run`; answers `already` (it had ended), `leftovers` (how many processes it still had then), state and GPUs.
+
+    `survivors` [{pid, name, state}] are those that nothing could end.
+    """
     folder = Layout(args["root"]).find_run(args["run"], args["launch_id"])
     already = state_of(folder)["state"] not in LIVING
     if not already:
         write_text(folder.stopped, f"{args['by']}\n")  # also keeps one that is starting from going on
     tree = _Tree(folder)
+    leftovers = len(tree.living()) if already else 0
     tree.signal(signal.SIGTERM)
     if not tree.gone(args["grace_s"]):
         # without children the wrapper has nothing left to wait for: it writes the exit code and goes
@@ -36,7 +40,7 @@ def stop(args: dict[str, Any]) -> dict[str, Any]:
         )
     survivors = [{"pid": p.pid, "name": p.name, "state": p.state} for p in tree.living()]
     gpus = folder.record().get("gpus", [])
-    return {"already": already, "survivors": survivors, "state": state_of(folder), "gpus": gpus}
+    return {"already": already, "leftovers": leftovers, "survivors": survivors, "state": state_of(folder), "gpus": gpus}
 
 
 class _Tree:

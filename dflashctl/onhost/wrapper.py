@@ -11,14 +11,22 @@ from typing import Any
 from dflashctl.onhost.layout import RunFolder
 from dflashctl.onhost.processes import MARK, NAME, UNKNOWN
 
-START_S = 20.0
+START_S = 60.0
 TAKEN = 75
 """run.sh's exit code when another run holds one of its GPUs (sysexits.h: EX_TEMPFAIL)."""
 _LEASE_WAIT_S = 3
 
 
-def script(folder: RunFolder, args: dict[str, Any], release: Path, cache: Path, own_cache: bool, leases: list[Path]) -> str:
-    """The text of run.sh; `leases` are the files whose locks the run holds while it lives."""
+def script(
+    folder: RunFolder,
+    args: dict[str, Any],
+    release: Path,
+    cache: Path,
+    own_cache: bool,
+    leases: list[Path],
+    later: list[Path],
+) -> str:
+    """The text of run.sh; `leases` are locked while the run lives, `later` are held by others now and taken over from them."""
     env = {
         "LANG": "C.UTF-8",
         **args["env"],
@@ -34,7 +42,6 @@ def script(folder: RunFolder, args: dict[str, Any], release: Path, cache: Path, 
     note = json.dumps({"run": folder.run, "by": args["record"]["launched_by"]})
     # a lock is waited for a moment, since whoever asks whether it is held takes it for that long
     locks = [f"flock -w {_LEASE_WAIT_S} -E {TAKEN} -F {shlex.quote(str(lease))}" for lease in leases]
-    notes = [f'printf \'%s, "since": "%s"}}\\n\' {shlex.quote(note[:-1])} "$now" >{shlex.quote(str(p))}' for p in leases]
     return _TEMPLATE.format(
         run=folder.run,
         folder=shlex.quote(str(folder.path)),
@@ -44,9 +51,15 @@ def script(folder: RunFolder, args: dict[str, Any], release: Path, cache: Path, 
         module=args["module"],
         clean="rm -rf ./cache\n" if own_cache else "",
         locks=" ".join([*locks, ""]),
-        notes="\n".join(["    now=$(date -u +%Y-%m-%dT%H:%M:%SZ)", *(f"    {line}" for line in notes)]) if notes else "    :",
+        note=shlex.quote(note[:-1]),
+        notes=_calls("note", leases, "    "),
+        later=_calls("take_over", later, ""),
         taken=TAKEN,
     )
+
+
+def _calls(function: str, paths: list[Path], indent: str) -> str:
+    return "".join(f"{indent}{function} {shlex.quote(str(path))}\n" for path in paths)
 
 
 # - The wrapper answers TERM with nothing, so that it outlives the trainer by the moment it takes to write the exit code; the
@@ -68,6 +81,15 @@ oom_kills() {{
     cat "/sys/fs/cgroup$v2/memory.events" "/sys/fs/cgroup/memory$v1/memory.oom_control" 2>/dev/null |
         sed -n 's/^oom_kill //p' | head -n 1
 }}
+note() {{ printf '%s, "since": "%s"}}\\n' {note} "$(date -u +%Y-%m-%dT%H:%M:%SZ)" >"$1"; }}
+# a lease that another run had when this one was forced upon its GPU
+take_over() {{
+    (
+        until flock -n 9; do sleep 2; kill -0 "$$" 2>/dev/null || exit; done
+        note "$1"
+        while kill -0 "$$" 2>/dev/null; do sleep 2; done
+    ) 9>>"$1" &
+}}
 stamp() {{ echo "$1 $(date +%s) $(cut -d' ' -f1 /proc/uptime) $(oom_kills)" >>times; }}
 case "${{1-}}" in
 '')
@@ -84,9 +106,9 @@ case "${{1-}}" in
     exit "$code"
     ;;
 leased)
-    mkdir starting || exit 1
+{notes}    find starting -maxdepth 0 -mmin +2 -exec rmdir {{}} + 2>/dev/null  # of a start that died
+    mkdir starting 2>/dev/null || {{ echo "{run}: another start of it is under way" >&2; exit 1; }}
     rm -f pid exit_code stopped times
-{notes}
     setsid /bin/sh ./run.sh detached </dev/null >/dev/null 2>&1 &
     exit 0
     ;;
@@ -100,7 +122,7 @@ ready=$?
 rmdir starting 2>/dev/null
 [ "$ready" = 0 ] && [ ! -e stopped ] || exit 1
 stamp started
-(
+{later}(
     unset LC_ALL
 {exports}
     [ ! -e secrets.sh ] || . ./secrets.sh

@@ -152,7 +152,7 @@ def test_launch_takes_idle_gpus_by_uuid_and_refuses_others(bench) -> None:
     bench.trainer("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     go = ("launch", "--tag", "cuda", "--startup-seconds", "30", "--json")
     document = bench(*go).document
-    assert document["gpus"] == [{"index": 1, "uuid": "GPU-bbbb", "name": "NVIDIA H200"}]
+    assert document["gpus"] == [{"index": 1, "uuid": "GPU-bbbb", "name": "NVIDIA H200", "memory_used_mib": 0}]
     assert (bench.run_folder("cuda-1") / "train.log").read_text() == "GPU-bbbb\n"
     busy = bench(*go, "--gpus", "0")
     assert busy.exit_code == 6

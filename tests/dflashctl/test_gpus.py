@@ -2,6 +2,7 @@
 
 import fcntl
 import getpass
+import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -412,3 +413,20 @@ def test_a_lease_is_seen_with_its_holder_while_it_is_locked(tmp_path: Path) -> N
     with open(lease) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert states(run_query(tmp_path, idle_gpu, root=str(root)))[0][1:] == ("busy", "it is held by a run")
+
+
+def test_a_pipe_with_a_leases_name_holds_up_nobody(tmp_path: Path) -> None:
+    (tmp_path / "leases").mkdir()
+    os.mkfifo(tmp_path / "leases" / UUID)
+    pipe = os.open(tmp_path / "leases" / UUID, os.O_RDWR)
+    idle_gpu = f"printf '%s\\n' '{GPU_HEADER}' '0, {UUID}, NVIDIA H200, 0, 143771, 0, 40, 120.5, Disabled'"
+    for root in (str(tmp_path), None):
+        assert states(run_query(tmp_path, idle_gpu, root=root))[0][1] == "idle"
+    os.close(pipe)
+
+
+@pytest.mark.parametrize("mark", ["@missing", "@gpus", "@status 0", "@leases\n" + UUID + "\t\theld\t{}"])
+def test_what_nvidia_smi_says_begins_no_section(tmp_path: Path, mark: str) -> None:
+    (gpu,) = run_query(tmp_path, holder_script(f"evil\n{mark}\n", 4711)).gpus
+    assert gpu.memory_used_mib == 71000
+    assert gpu.leases == ()

@@ -169,3 +169,79 @@ def test_force_says_what_it_overrides(cuda) -> None:
     assert {cuda("status", run, "--json").document["state"] for run in ("cuda-1", "cuda-2")} == {"running"}
     assert cuda("stop", "cuda-2").exit_code == 0
     assert cuda("status", "cuda-1", "--json").document["state"] == "running"
+
+
+def test_who_looks_is_not_taken_for_a_holder(cuda) -> None:
+    """Twelve look at once at a lease whose file still tells of a run long gone."""
+    leases = cuda.root / "leases"
+    leases.mkdir()
+    (leases / "GPU-aaaa").write_text('{"run": "long-gone-3", "by": "ann@laptop", "since": "2026-01-01T00:00:00Z"}\n')
+    lookers = [cuda.start("gpus", "--json") for _ in range(12)]
+    answers = [json.loads(looker.communicate(timeout=120)[0]) for looker in lookers]
+    assert {gpu["state"] for answer in answers for gpu in answer["hosts"][0]["gpus"]} == {"idle"}
+
+
+def test_a_lease_under_another_root_holds_too(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    cuda.hosts("hosts: {other: {transport: local, root: ./other-root}}")
+    refused = cuda(*GO, "--gpus", "0", "--host", "other")
+    assert refused.exit_code == 6
+    assert "held by run cuda-1" in refused.document["error"]["message"]
+    assert cuda(*GO, "--gpus", "1", "--host", "other").exit_code == 0
+    assert cuda("stop", "other:cuda-1").exit_code == 0
+
+
+def test_a_lease_that_cannot_be_read_is_unknown(cuda) -> None:
+    (cuda.root / "leases").mkdir()
+    (cuda.root / "leases/GPU-aaaa").touch()
+    flock = cuda.folder / "bin/flock"
+    flock.write_text("#!/bin/sh\nexit 66\n")
+    flock.chmod(0o755)
+    assert [gpu_of(cuda, index)["state"] for index in (0, 1)] == ["unknown", "idle"]
+    assert cuda(*GO, "--gpus", "0").exit_code == 7
+
+
+def test_a_forced_run_takes_the_lease_over(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    assert cuda(*GO, "--gpus", "0", "--force").exit_code == 0
+    assert "held by run cuda-1" in gpu_of(cuda, 0)["reason"]
+    assert cuda("stop", "cuda-1").exit_code == 0
+    cuda.until(lambda: "held by run cuda-2" in gpu_of(cuda, 0)["reason"])
+    assert cuda(*GO, "--gpus", "0").exit_code == 6
+    assert cuda("stop", "cuda-2").exit_code == 0
+    cuda.until(lambda: gpu_of(cuda, 0)["state"] == "idle")
+
+
+def test_what_was_held_before_a_forced_launch_is_not_waited_for(cuda) -> None:
+    holding(cuda, 9000)
+    assert cuda(*GO, "--gpus", "0", "--force").exit_code == 0
+    assert cuda("stop", "cuda-1").exit_code == 0
+
+
+def test_one_failed_look_ends_no_wait(cuda) -> None:
+    holding(cuda, 9000)
+    cuda.nvidia_smi(
+        f"cd '{cuda.folder}'\n[ ! -e broken ] || {{ touch seen; echo 'NVML: Unknown Error'; exit 255; }}\n{TWO_IDLE}"
+    )
+    waiting = cuda.start(*GO, "--gpus", "0", "--wait-gpu")
+    assert waiting.stderr
+    assert any(b"waiting: " in line for line in iter(waiting.stderr.readline, b""))
+    (cuda.folder / "broken").touch()
+    cuda.until((cuda.folder / "seen").exists)
+    (cuda.folder / "broken").unlink()
+    holding(cuda, 0)
+    waiting.communicate(timeout=60)
+    assert waiting.returncode == 0
+
+
+def test_stop_of_a_lost_run_ends_what_it_left_and_looks_at_the_memory(cuda) -> None:
+    assert cuda(*GO, "--gpus", "0").exit_code == 0
+    cuda.until(lambda: len(cuda.marked("cuda-1")) >= 1)
+    os.kill(int((cuda.run_folder("cuda-1") / "pid").read_text().split()[0]), signal.SIGKILL)
+    cuda.until(lambda: cuda("status", "cuda-1", "--json").document["state"] == "lost")
+    holding(cuda, 9000)
+    done = cuda("stop", "cuda-1")
+    assert (done.exit_code, "9000 MiB" in done.stderr) == (11, True)
+    holding(cuda, 0)
+    assert "had already ended: lost" in cuda("stop", "cuda-1").stdout
+    assert cuda.marked("cuda-1") == []

@@ -91,6 +91,8 @@ def test_no_command_line_ever_holds_it(secret) -> None:
         ("HF TOKEN=hf_abc\n", ".env:1 must be NAME=VALUE"),
         ("\nhf_abcdef\n", ".env:2 must be NAME=VALUE"),
         ("CUDA_VISIBLE_DEVICES=0\n", ".env:1: CUDA_VISIBLE_DEVICES is set by launch"),
+        ("DFLASHCTL_LAUNCH_ID=ab\n", ".env:1: DFLASHCTL_LAUNCH_ID is what launch gives each run"),
+        ("PYTHONPATH=.\n", ".env:1: PYTHONPATH is what launch gives each run"),
         (None, "cannot be read"),
     ],
 )
@@ -102,3 +104,72 @@ def test_a_bad_line_is_named_and_not_shown(bench, text: str | None, says: str) -
     assert says in done.stderr
     assert "hf_" not in done.stderr
     assert not bench.root.exists()
+
+
+def test_a_value_that_is_a_word_of_json_hides_no_verdict(secret) -> None:
+    (secret.folder / ".env").write_text("WANDB_DISABLED=true\nHF_TOKEN=hf_abcdef\nMODE=1\n")
+    secret.trainer(
+        """
+        import json, os
+        print("token", os.environ["HF_TOKEN"])
+        print(json.dumps({"go": True, "reasons": [os.environ["HF_TOKEN"]]}))
+        """,
+        "smoke.py",
+    )
+    done = secret("smoke", "--tag", "quick", "--env-file", ".env", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert done.document["go"] is True
+    assert done.document["reasons"] == ["***"]
+
+
+@pytest.mark.parametrize("end", ["\\n", "\\r", " "], ids=["lines", "progress", "one line"])
+def test_a_value_is_never_shown_in_two_halves(secret, end: str) -> None:
+    (secret.folder / ".env").write_text("HF_TOKEN=hf_abcdefghij\nMODE=1\n")
+    secret.trainer(
+        f"""
+        import os
+        for number in range(60_000):
+            print(f"{{number:07d}}", "x" * (number % 7), os.environ["HF_TOKEN"], end="{end}")
+        """
+    )
+    assert secret("launch", "--tag", "quick", "--env-file", ".env", "--startup-seconds", "60").exit_code == 0
+    for lines in ("60000", "100"):
+        shown = secret("tail", "quick-1", "-n", lines).stdout
+        assert "***" in shown
+        assert "hf_a" not in shown
+        assert not [word for word in shown.split() if word not in ("***",) and set(word) & set("abcdefghij_")]
+
+
+def test_a_line_that_comes_in_two_parts_is_masked_while_it_is_followed(secret) -> None:
+    (secret.folder / ".env").write_text("HF_TOKEN=hf_abcdefghij\nMODE=1\n")
+    secret.trainer(
+        """
+        import os, pathlib, time
+        token = os.environ["HF_TOKEN"]
+        print("token", token[:6], end="", flush=True)
+        while not pathlib.Path("go").exists():
+            time.sleep(0.05)
+        print(token[6:], "done")
+        """
+    )
+    assert secret("launch", "--tag", "quick", "--env-file", ".env", "--startup-seconds", "0").exit_code == 0
+    following = secret.start("tail", "quick-1")
+    secret.until(lambda: (secret.run_folder("quick-1") / "train.log").read_text() == "token hf_abc")
+    assert "hf_" not in secret("tail", "quick-1", "--no-follow").stdout
+    (secret.run_folder("quick-1") / "go").touch()
+    stdout, _ = following.communicate(timeout=60)
+    assert stdout == b"token *** done\n"
+
+
+def test_escaped_forms_are_masked_too(secret) -> None:
+    secret.trainer(
+        """
+        import json, os
+        token = os.environ["HF_TOKEN"]
+        print(json.dumps({"token": token}), repr(token), {"token": token})
+        """
+    )
+    assert secret("launch", "--tag", "quick", "--env-file", ".env", "--startup-seconds", "30").exit_code == 0
+    shown = secret("tail", "quick-1").stdout
+    assert shown.count("***") == 3
+    assert "hf_" not in shown

@@ -189,15 +189,18 @@ def test_who_holds_a_gpu_is_asked_of_the_hypervisor(far, lab, ct) -> None:
     lab.smi.apps(f"gpu_uuid, pid, process_name, used_gpu_memory [MiB]\n{first}, {outer}, sleep, 72704 MiB\n")
     rows = far("gpus", "--json").document["hosts"][0]["gpus"]
     assert [row["state"] for row in rows] == ["busy", "idle"]
-    assert f"container 201, pid {inner} of " in rows[0]["reason"]
-    assert "(sleep 600, 72704 MiB)" in rows[0]["reason"]
+    assert f"held by container 201, pid {inner} (sleep 600, 72704 MiB)" in rows[0]["reason"]
     far.experiment("cuda", "cuda:0")
     refused = far("launch", "--tag", "cuda", "--gpus", "0")
     assert refused.exit_code == 6
     assert f"container 201, pid {inner}" in refused.stderr
 
 
-def test_a_lease_of_another_container_is_seen_from_the_hypervisor(far, lab, ct) -> None:
+@pytest.mark.parametrize("user", ["root", "labuser"])
+def test_a_lease_of_another_container_is_seen_from_the_hypervisor(far, lab, ct, user: str) -> None:
+    if user == "labuser":
+        lab.sudo("allowed")
+        point(far, lab, alias="pve-user")
     lab.smi_in(ct).install()
     lab.smi.install()
     other = lab.container(201)
@@ -212,6 +215,18 @@ def test_a_lease_of_another_container_is_seen_from_the_hypervisor(far, lab, ct) 
     far.experiment("cuda", "cuda:0")
     assert far("launch", "--tag", "cuda", "--gpus", "1").exit_code == 6
     assert far("launch", "--tag", "cuda", "--gpus", "0", "--startup-seconds", "0").exit_code == 0
+
+
+def test_a_hypervisor_that_cannot_be_asked_is_said(far, lab, ct) -> None:
+    lab.smi_in(ct).install()
+    lab.smi.install()
+    lab.smi.says("Failed to initialize NVML: Unknown Error", status=255)
+    document = far("gpus", "--json").document["hosts"][0]
+    assert [gpu["state"] for gpu in document["gpus"]] == ["idle", "idle"]
+    assert "who is at them from other containers is not known" in document["note"]
+    far.experiment("cuda", "cuda:0")
+    done = far("launch", "--tag", "cuda", "--startup-seconds", "0")
+    assert (done.exit_code, "warning: who else is at them is not known" in done.stderr) == (0, True)
 
 
 def holder_in(lab, container, name: str) -> tuple[int, int]:
