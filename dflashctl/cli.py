@@ -19,8 +19,6 @@ from dflashctl.context import Context, make_context
 from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, SmokeRefusal, StdoutClosed, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from dflashctl.experiment import Experiment
     from dflashctl.hosts import Host
     from dflashctl.launch import Options
@@ -386,19 +384,9 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs, newest first, as this machine remembers them."""
-    from dflashctl import watch
-    from dflashctl.fanout import side_by_side
-
     ctx = make_context(as_json)
     asked = [ctx.hosts.get(host)] if host else list(ctx.hosts.hosts.values())
-    errors, worst = [], int(ExitCode.OK)
-    for outcome in side_by_side(asked, watch.list_runs) if refresh else ():
-        if outcome.error:
-            worst = max(worst, outcome.error.exit_code)
-            errors.append({"host": outcome.host.name, "message": str(outcome.error)})
-            ctx.out.note(f"warning: {outcome.host.name}: {outcome.error}")
-        else:
-            ctx.history.merge(outcome.host.name, outcome.value or [])
+    errors, worst = ctx.refresh(asked) if refresh else ([], int(ExitCode.OK))
     found = [r for r in ctx.history.records() if r.run and host in (None, r.host)][:limit]
     ctx.warn_of_torn_lines()
     if as_json:
@@ -428,7 +416,7 @@ def gpus(
     while True:
         found: dict[str, dict[str, Any]] = {}
         worst = int(ExitCode.OK)
-        for document, code in _survey(places):
+        for document, code in ctx.survey(places):
             found[document["host"]] = document
             worst = max(worst, code)
             if not as_json and not watch:
@@ -440,19 +428,6 @@ def gpus(
             raise typer.Exit(worst)
         render.gpus(ctx.out, documents, clear=True)
         time.sleep(_WATCH_S)
-
-
-def _survey(places: "list[Host]") -> "Iterator[tuple[dict[str, Any], int]]":
-    """What each host says of its GPUs, as it comes in; a host that cannot be asked is a document with its error."""
-    from dflashctl.fanout import side_by_side
-    from dflashctl.watch import survey
-
-    for outcome in side_by_side(places, survey):
-        if outcome.value:
-            yield outcome.value
-        elif outcome.error:
-            name, error = outcome.host.name, outcome.error
-            yield {"host": name, "error": str(error), "note": None, "gpus": []}, error.exit_code
 
 
 @app.command()

@@ -90,6 +90,33 @@ class Context:
             self.out.document({"hosts": [rows[place.name] for place in places]})
         return worst
 
+    def refresh(self, places: "list[Host]") -> tuple[list[dict[str, str]], int]:
+        """Take in what each host knows of runs; what went wrong, and the worst exit code."""
+        from dflashctl import watch
+        from dflashctl.fanout import side_by_side
+
+        errors, worst = [], int(ExitCode.OK)
+        for outcome in side_by_side(places, watch.list_runs):
+            if outcome.error:
+                worst = max(worst, outcome.error.exit_code)
+                errors.append({"host": outcome.host.name, "message": str(outcome.error)})
+                self.out.note(f"warning: {outcome.host.name}: {outcome.error}")
+            else:
+                self.history.merge(outcome.host.name, outcome.value or [])
+        return errors, worst
+
+    def survey(self, places: "list[Host]") -> Iterator[tuple[dict[str, Any], int]]:
+        """What each host says of its GPUs, as it comes in; a host that cannot be asked is a document with its error."""
+        from dflashctl import watch
+        from dflashctl.fanout import side_by_side
+
+        for outcome in side_by_side(places, watch.survey):
+            if outcome.value:
+                yield outcome.value
+            elif outcome.error:
+                name, error = outcome.host.name, outcome.error
+                yield {"host": name, "error": str(error), "note": None, "gpus": []}, error.exit_code
+
     def find(self, run: str | None) -> "tuple[Host, RunRecord]":
         """A run and its host; HOST:RUN also finds what this machine has never seen."""
         from dflashctl import watch

@@ -22,7 +22,7 @@ PINS: Final = {
 _SETUP_S = 3600.0
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)([^;]*);\s*extra == .trainer.")
 _PYTHONS = """
-for p in {ours} /usr/local/bin/python3 /usr/bin/python3 /opt/conda/bin/python3 python3.13 python3.12 python3.11 python3; do
+for p in {ours} {venv} /usr/local/bin/python3 /usr/bin/python3 /opt/conda/bin/python3 python3.13 python3.12 python3.11; do
   p=$(command -v "$p") || continue
   v=$(timeout 20 "$p" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null) && echo "$v $p"
 done
@@ -75,8 +75,9 @@ def requirements() -> dict[str, str]:
 
 
 def pythons(session: HostSession) -> dict[str, str]:
-    """Interpreters of a host by path, with their versions: its own, then those where people have them."""
-    done = session.script(_PYTHONS.format(ours=shlex.quote(session.host.python)), timeout_s=180)
+    """Interpreters of a host by path, with their versions: its own, setup's, then those where people have them."""
+    places = {"ours": shlex.quote(session.host.python), "venv": shlex.quote(f"{session.host.root}/venv/bin/python")}
+    done = session.script(_PYTHONS.format(**places), timeout_s=180)
     lines = done.stdout.decode(errors="replace").splitlines()
     return {path: version for version, _, path in (line.partition(" ") for line in lines) if release(version)}
 

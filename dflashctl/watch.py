@@ -29,7 +29,7 @@ class Chunk:
 
     state: dict[str, Any]
     data: bytes
-    place: dict[str, Any] | None
+    place: dict[str, Any]
     log: str
     left: int
     """Bytes that the log already has beyond `data`."""
@@ -90,7 +90,7 @@ def _look_again(
             return look(session, record, place, lines, _WAIT_S)
         except ContainerStoppedError as error:
             note(str(error))
-            return Chunk(_without_host(record, "lost", error), b"", place, "", 0, restarted=False)
+            return Chunk(_without_host(record, "lost", error), b"", place or BEGIN, "", 0, restarted=False)
         except (HostError, RemoteTimeoutError) as error:
             if place is None:  # a host that never answered is not a lost link
                 raise
@@ -104,14 +104,13 @@ def _look_again(
 
 
 def show(session: HostSession, record: RunRecord, emit: Callable[[bytes], None], lines: int) -> dict[str, Any]:
-    """Emit the last lines as the log has them now, what a living run adds meanwhile left out; returns the state."""
+    """Emit the last lines as the log has them now, and not all that a living run adds meanwhile; returns the state."""
     chunk = look(session, record, None, lines)
     emit(chunk.data)
-    left = chunk.left
-    while left > 0 and chunk.data:
+    end = chunk.place["offset"] + chunk.left
+    while chunk.data and not chunk.restarted and chunk.place["offset"] < end:
         chunk = look(session, record, chunk.place)
-        emit(chunk.data[:left])
-        left -= len(chunk.data)
+        emit(chunk.data)
     return {**chunk.state, "log": chunk.log}
 
 

@@ -168,7 +168,8 @@ def find(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry(folder: RunFolder) -> dict[str, Any]:
-    record = {**folder.record(), "run": folder.run, "tag": folder.run.rpartition("-")[0], "launch_id": folder.launch_id()}
+    kept = {key: value for key, value in folder.record().items() if key != "environment"}  # every package of every run
+    record = {**kept, "run": folder.run, "tag": folder.run.rpartition("-")[0], "launch_id": folder.launch_id()}
     return {"record": record, "state": state_of(folder), "run_dir": str(folder.path), "log": str(folder.log)}
 
 

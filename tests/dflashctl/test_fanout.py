@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import socket
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +43,19 @@ def launch(fleet, host: str) -> None:
     assert fleet("launch", "--tag", "quick", "--host", host, "--startup-seconds", "0.3").exit_code == 0
 
 
+def answered(fleet, answer: str, *args: str) -> tuple[int, bytes]:
+    """Exit code and stderr of a command that asks at a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [fleet.executable, *args], cwd=fleet.folder, env=fleet.env, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        os.write(ours, f"{answer}\n".encode())
+        _, stderr = process.communicate(timeout=60)
+    os.close(ours)
+    os.close(theirs)
+    return process.returncode, stderr
+
+
 def test_deploy_to_all_with_one_dead(fleet) -> None:
     done = fleet("deploy", "--all")
     assert done.exit_code == 4
@@ -76,8 +91,8 @@ def test_gpus_of_all(fleet) -> None:
     assert done.exit_code == 7
     assert [row["host"] for row in done.document["hosts"]] == ["a", "b", "dead"]
     assert "exit status 9" in done.document["hosts"][1]["error"]
-    done = fleet("gpus", "--all")
-    assert {line.partition(":")[0] for line in done.stderr.splitlines()} == {"a", "b", "dead"}
+    done = fleet("gpus", "a", "b")
+    assert {line.partition(":")[0] for line in done.stderr.splitlines()} == {"a", "b"}
 
 
 def test_status_of_hosts_shows_what_lives_there(fleet) -> None:
@@ -107,6 +122,8 @@ def test_stop_all_stops_mine_after_a_yes_and_nobody_elses(fleet) -> None:
     refused = fleet("stop", "--all")
     assert refused.exit_code == 2
     assert "a:quick-1, b:quick-1" in refused.stderr
+    code, stderr = answered(fleet, "n", "stop", "-H", "a")
+    assert (code, b"stop a:quick-1?" in stderr, b"nothing was stopped" in stderr) == (130, True, True)
     assert fleet("status", "a:quick-1", "--json").document["state"] == "running"
     done = fleet("stop", "--all", "--yes")
     assert done.exit_code == 4

@@ -91,7 +91,7 @@ def test_where_the_last_lines_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logs, "BLOCK_BYTES", 24)
     draw = random.Random(5)
     path = tmp_path / "log"
-    for _ in range(600):
+    for _ in range(200):
         lines = [b"x" * draw.randrange(8) + draw.choice((b"\n", b"\r", b"\r\n")) for _ in range(draw.randrange(12))]
         text = re.sub(rb"\r\n?\n", b"\r\n", b"".join(lines)) + b"y" * draw.randrange(3)
         path.write_bytes(text)
