@@ -103,11 +103,10 @@ def setup(args: dict[str, Any]) -> dict[str, Any]:
     name = hashlib.sha256(json.dumps(args["pins"]).encode()).hexdigest()[:12]
     folder = place / name
     with _alone(place / ".lock"):
-        used = [f.record().get("python") or "" for f in layout.all_runs() if state_of(f)["state"] in LIVING]
         tool = "uv" if shutil.which("uv") else "pip"
         made = not _is_whole(folder, args["pins"])
         if made:
-            if any(python.startswith(f"{folder}/") for python in used):
+            if _is_used(layout, folder):
                 raise Fault(
                     "environment", f"{folder} is not as it was made, and a living run works in it", "stop the run first"
                 )
@@ -116,9 +115,12 @@ def setup(args: dict[str, Any]) -> dict[str, Any]:
         if made:
             write_text(folder / _MARKER, json.dumps({**answer, "pins": args["pins"]}, indent=1) + "\n")
         point_link(layout.root / "venv", f"venvs/{name}")
-        old = [path for path in place.iterdir() if path.is_dir() and path != folder]
-        pruned = [path for path in old if not any(python.startswith(f"{path}/") for python in used)]
-        for path in pruned:
+        with layout.lock():  # a launch claims its run under it: one that came meanwhile is seen, one that comes later sees
+            old = [path for path in place.iterdir() if path.is_dir() and path != folder]
+            pruned = [path for path in old if not _is_used(layout, path)]
+            for path in pruned:
+                os.rename(path, path.with_name(f".{path.name}"))
+        for path in place.glob(".*/"):
             shutil.rmtree(path, ignore_errors=True)
     wanted = [pin.partition("==")[0] for pin in args["pins"]]
     return {
@@ -129,6 +131,12 @@ def setup(args: dict[str, Any]) -> dict[str, Any]:
         "tool": tool if made else None,
         "pruned": [path.name for path in pruned],
     }
+
+
+def _is_used(layout: Layout, folder: Path) -> bool:
+    """Whether a living run works in that environment."""
+    pythons = [str(run.record().get("python")) for run in layout.all_runs() if state_of(run)["state"] in LIVING]
+    return any(python.startswith(f"{folder}/") for python in pythons)
 
 
 @contextlib.contextmanager

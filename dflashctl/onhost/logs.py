@@ -141,8 +141,11 @@ def _resume(folder: RunFolder, place: dict[str, Any]) -> tuple[Path, int, bool]:
     path = next((p for p in _files(folder) if _size(p) and _seen(p, offset) == place["seen"]), None)
     if path is None:
         return folder.log, 0, offset > 0
-    if path != folder.log and _size(path) <= offset and _size(folder.log):
-        return folder.log, 0, False
+    if path != folder.log and _size(path) <= offset:
+        files = _files(folder)
+        newer = next((p for p in reversed(files[: files.index(path)]) if _size(p)), None)
+        if newer:
+            return newer, 0, False
     return path, offset, False
 
 

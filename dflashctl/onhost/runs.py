@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 from dflashctl.onhost import caches, environment, leases, secrets, wrapper
@@ -33,6 +34,8 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     cleared = str(caches.clear_default_cache({**os.environ, **args["env"]})) if args["clear_cache"] else None
     with layout.lock():
         layout.refuse_withdrawn(args["launch_id"])
+        if not Path(args["python"]).exists():
+            raise Fault("environment", f"{args['python']} has just been replaced by a setup", "launch again")
         args["config"]["run"]["resume"] = _checkpoint(layout, args["resume"]) or args["config"]["run"]["resume"]
         overridden = leases.held(layout, args["record"]["gpus"])
         if overridden and not args["force"]:

@@ -93,8 +93,16 @@ def test_the_whole_way_from_nothing_to_a_run_that_keeps_its_fingerprint(shop, mo
     assert record["environment"]["driver"] is None
     assert record["python"].startswith(f"{shop.root}/venvs/")
 
-    # a newer environment takes over, and the floor of the living run stays
+    # a newer environment takes over, and the floor of a run that was launched while it was made stays
+    assert shop("stop", "quick-1").exit_code == 0
     fake_uv(shop)
+
+    def meanwhile(*args) -> None:
+        assert shop("launch", "--tag", "quick", "--startup-seconds", "0.5").exit_code == 0
+        build(*args)
+
+    build = on_host._build
+    monkeypatch.setattr(on_host, "_build", meanwhile)
     monkeypatch.setenv("PATH", shop.env["PATH"])
     wheel(shop.folder / "wheels", "torch", "9.0")
     request = {
@@ -107,7 +115,7 @@ def test_the_whole_way_from_nothing_to_a_run_that_keeps_its_fingerprint(shop, mo
     assert (newer["packages"]["torch"], newer["pruned"]) == ("9.0", [])
     assert newer["fingerprint"] != first["fingerprint"]
     assert Path(record["python"]).exists()
-    assert shop("stop", "quick-1").exit_code == 0
+    assert shop("stop", "quick-2").exit_code == 0
     assert on_host.setup(request)["pruned"] == [Path(record["python"]).parts[-3]]
     assert not Path(record["python"]).exists()
 

@@ -175,6 +175,20 @@ def test_rotation_loses_nothing_and_repeats_nothing(tmp_path: Path, rotate, more
     assert log.restarts == 0
 
 
+def test_several_rotations_between_two_looks_lose_nothing(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    path = log.folder.log
+    path.write_bytes(b"first\n" * 2000)
+    assert log.rest() == b"first\n" * 2000
+    for number, text in enumerate((b"second\n", b"third\n", b"fourth\n")):
+        for old in range(number, 0, -1):
+            path.with_name(f"train.log.{old}").rename(path.with_name(f"train.log.{old + 1}"))
+        path.rename(path.with_name("train.log.1"))
+        path.write_bytes(text)
+    assert log.rest() == b"second\nthird\nfourth\n"
+    assert log.restarts == 0
+
+
 @pytest.mark.parametrize("more", [b"few\n", b"much\n" * 5000, b"seen\n" * 1999 + b"else\n" * 2])
 def test_a_log_truncated_in_place_is_shown_from_its_start(tmp_path: Path, more: bytes) -> None:
     log = Log(tmp_path)
