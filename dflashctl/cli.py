@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -19,11 +18,7 @@ from dflashctl.context import Context, make_context
 from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, SmokeRefusal, StdoutClosed, UsageError
 
 if TYPE_CHECKING:
-    from dflashctl.experiment import Experiment
     from dflashctl.hosts import Host
-    from dflashctl.launch import Options
-    from dflashctl.render import LogStream, Renderer
-    from dflashctl.runs import RunRecord
     from dflashctl.session import HostSession
 
 app = typer.Typer(
@@ -129,10 +124,10 @@ def launch(
     )
     with ctx.session(place) as session:
         if smoke_first:
-            run, found = _smoke(ctx, session, loaded, options)
+            run, found = ctx.smoke(session, loaded, options)
             if not found["go"]:
                 raise SmokeRefusal(f"{run} says no-go: {'; '.join(found['reasons'])}", details={"run": run, **found})
-        started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
+        started = verbs.launch(session, loaded, options, os.environ, ctx.history, render.launching(ctx.out))
         if not as_json:
             render.launched(ctx.out, started)
         if not follow:
@@ -140,7 +135,7 @@ def launch(
                 ctx.out.document(started.document())
             return
         record = ctx.history.find(f"{started.host}:{started.run}")
-        _follow(ctx, session, record, ctx.out.log(), started.document(), watch.BEGIN)
+        raise typer.Exit(ctx.follow(session, record, ctx.out.log(), started.document(), watch.BEGIN))
 
 
 @app.command()
@@ -167,69 +162,12 @@ def smoke(
         gpus=placement.parse_gpus(gpus) if gpus is not None else None, secrets=read_env_file(env_file) if env_file else {}
     )
     with ctx.session(place) as session:
-        run, found = _smoke(ctx, session, loaded, options)
+        run, found = ctx.smoke(session, loaded, options)
     if as_json:
         ctx.out.document({"run": run, "host": place.name, **found})
     else:
         render.verdict(ctx.out, run, found)
     raise typer.Exit(ExitCode.OK if found["go"] else ExitCode.RUN_FAILED)
-
-
-def _smoke(ctx: Context, session: "HostSession", loaded: "Experiment", options: "Options") -> tuple[str, dict[str, Any]]:
-    """Run a smoke test to its end; its name and what it found."""
-    from dflashctl import launch as verbs
-    from dflashctl import watch
-
-    options = replace(options, smoke=True, resume=None, startup_seconds=0)
-    started = verbs.launch(session, loaded, options, os.environ, ctx.history, _progress(ctx.out))
-    record = ctx.history.find(f"{started.host}:{started.run}")
-    ctx.out.note(f"{started.run} tries a few steps; its log is {started.log}")
-    state = watch.follow(session, record, lambda _data: None, ctx.out.note, watch.BEGIN)
-    watch.remember(ctx.history, record, state)
-    return started.run, verbs.verdict(session, record)
-
-
-def _progress(out: "Renderer") -> Any:
-    waiting = ""
-
-    def report(what: str, value: Any) -> None:
-        nonlocal waiting
-        if what == "deployed":
-            out.note(f"release {value.release}: {'sent' if value.uploaded_bytes else 'already there, intact'}")
-        elif what == "gpus" and value:
-            out.note("GPUs " + ", ".join(f"{gpu.index} ({gpu.name})" for gpu in value))
-        elif what == "doubt":
-            out.note(f"warning: who else is at them is not known: {value}")
-        elif what == "waiting" and str(value) != waiting:
-            waiting = str(value)
-            out.note(f"waiting: {waiting}")
-
-    return report
-
-
-def _follow(
-    ctx: Context,
-    session: "HostSession",
-    record: "RunRecord",
-    log: "LogStream",
-    document: dict[str, Any],
-    place: dict[str, Any] | None = None,
-    lines: int = 10,
-) -> NoReturn:
-    """Show the log until the run ends; exit 0 if it exited 0, else 1. Ctrl-C leaves the run alone."""
-    from dflashctl import render, watch
-
-    try:
-        state = watch.follow(session, record, log.feed, ctx.out.note, place, lines)
-    except KeyboardInterrupt:
-        hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
-        raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
-    log.end()
-    watch.remember(ctx.history, record, state)
-    ctx.out.note(f"{record.name} {render.describe(state)}")
-    if ctx.out.as_json:
-        ctx.out.document(document | {"host": record.host, "tag": record.tag, **state})
-    raise typer.Exit(ExitCode.OK if state["exit_code"] == 0 else ExitCode.RUN_FAILED)
 
 
 @app.command()
@@ -247,7 +185,7 @@ def tail(
     log = ctx.out.log(as_documents=as_json)
     with ctx.session(host) as session:
         if not no_follow:
-            _follow(ctx, session, record, log, {}, lines=lines)
+            raise typer.Exit(ctx.follow(session, record, log, {}, lines=lines))
         state = watch.show(session, record, log.feed, lines)
     log.end()
     if as_json:

@@ -6,16 +6,17 @@ A module of its own so that the command line is its commands. Nothing heavy is i
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from dflashctl.errors import ExitCode, RunNotFoundError, UsageError
+from dflashctl.errors import ExitCode, InterruptedByUser, RunNotFoundError, UsageError
 
 if TYPE_CHECKING:
     from dflashctl.experiment import Experiment
     from dflashctl.hosts import Host, Hosts
-    from dflashctl.render import Renderer
+    from dflashctl.launch import Options
+    from dflashctl.render import LogStream, Renderer
     from dflashctl.runs import History, RunRecord
     from dflashctl.session import HostSession
 
@@ -137,6 +138,43 @@ class Context:
         """Say what of the history could not be read."""
         if self.history.torn_lines:
             self.out.note(f"warning: {self.history.torn_lines} unreadable line(s) in the history were passed over")
+
+    def smoke(self, session: "HostSession", loaded: "Experiment", options: "Options") -> tuple[str, dict[str, Any]]:
+        """Run a smoke test to its end; its name and what it found."""
+        from dflashctl import launch as verbs
+        from dflashctl import render, watch
+
+        options = replace(options, smoke=True, resume=None, startup_seconds=0)
+        started = verbs.launch(session, loaded, options, os.environ, self.history, render.launching(self.out))
+        record = self.history.find(f"{started.host}:{started.run}")
+        self.out.note(f"{started.run} tries a few steps; its log is {started.log}")
+        state = watch.follow(session, record, lambda _data: None, self.out.note, watch.BEGIN)
+        watch.remember(self.history, record, state)
+        return started.run, verbs.verdict(session, record)
+
+    def follow(
+        self,
+        session: "HostSession",
+        record: "RunRecord",
+        log: "LogStream",
+        document: dict[str, Any],
+        place: dict[str, Any] | None = None,
+        lines: int = 10,
+    ) -> ExitCode:
+        """Show the log until the run ends; OK if it exited 0. Ctrl-C leaves the run alone and raises InterruptedByUser."""
+        from dflashctl import render, watch
+
+        try:
+            state = watch.follow(session, record, log.feed, self.out.note, place, lines)
+        except KeyboardInterrupt:
+            hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
+            raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
+        log.end()
+        watch.remember(self.history, record, state)
+        self.out.note(f"{record.name} {render.describe(state)}")
+        if self.out.as_json:
+            self.out.document(document | {"host": record.host, "tag": record.tag, **state})
+        return ExitCode.OK if state["exit_code"] == 0 else ExitCode.RUN_FAILED
 
     def load(self, tag: str, file: Path | None, sets: list[str] | None) -> "Experiment":
         """The experiment in `file`, else in the nearest folder `experiments`, here or above."""

@@ -239,6 +239,25 @@ def deployment(out: Renderer, done: "Deployment") -> None:
         out.line(f"  {path}")
 
 
+def launching(out: Renderer) -> Callable[[str, Any], None]:
+    """Says each step of a launch as it is taken, and once what it waits for."""
+    waiting = ""
+
+    def report(what: str, value: Any) -> None:
+        nonlocal waiting
+        if what == "deployed":
+            out.note(f"release {value.release}: {'sent' if value.uploaded_bytes else 'already there, intact'}")
+        elif what == "gpus" and value:
+            out.note("GPUs " + ", ".join(f"{gpu.index} ({gpu.name})" for gpu in value))
+        elif what == "doubt":
+            out.note(f"warning: who else is at them is not known: {value}")
+        elif what == "waiting" and str(value) != waiting:
+            waiting = str(value)
+            out.note(f"waiting: {waiting}")
+
+    return report
+
+
 def launched(out: Renderer, done: "Launched") -> None:
     """A run that is under way, and what to type next."""
     if done.warning:

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dflashctl.errors import ContainerError, ContainerStoppedError, DflashctlError, ExitCode, HostError, RemoteTimeoutError
-from dflashctl.gpus import GpuReport, joined, judge, parse_query, query_script
+from dflashctl.gpus import GpuReport, joined, judge
 from dflashctl.runs import History, RunRecord
 from dflashctl.session import HostSession
+from dflashctl.smi import parse_query, query_script
 
 RECONNECT_S = 120.0
 _RETRY_S = 1.0

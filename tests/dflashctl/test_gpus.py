@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dflashctl.gpus import APP_FIELDS, GPU_FIELDS, Gpu, GpuProcess, GpuReport, judge, parse_query, query_script
+from dflashctl.gpus import Gpu, GpuProcess, GpuReport, judge
 from dflashctl.hosts import Idle
+from dflashctl.smi import APP_FIELDS, GPU_FIELDS, parse_query, query_script
 
 SAMPLES = Path(__file__).parent / "nvidia_smi"
 GPU_HEADER = (
