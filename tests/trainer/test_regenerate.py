@@ -1,5 +1,7 @@
 """The target writes the answers: as it would alone, whatever the batch; killed, it goes on; a server does the same."""
 
+import contextlib
+import fcntl
 import http.server
 import json
 import os
@@ -110,6 +112,14 @@ def test_what_is_left_of_a_journal_is_gone_on_from(chats: Path, target: Path, ca
         assert one.read_bytes() == two.read_bytes()
 
 
+def test_a_journal_that_was_torn_in_its_first_line_begins_anew(chats: Path, target: Path) -> None:
+    path = chats.parent / "out.regenerated.jsonl"
+    path.write_text('{"made_with": {"inp')
+    assert call(chats, target) == 0
+    assert "made_with" in json.loads(path.read_text().splitlines()[0])
+    assert len(journal(chats)) == 20
+
+
 def test_a_journal_that_was_made_otherwise_is_refused(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(chats, target) == 0
     (chats.parent / "other.regenerated.jsonl").write_bytes((chats.parent / "out.regenerated.jsonl").read_bytes())
@@ -121,6 +131,14 @@ def test_a_journal_that_was_made_otherwise_is_refused(chats: Path, target: Path,
     assert "must hold answers of `python -m trainer.prepare`" in capsys.readouterr().err
     assert (chats.parent / "foreign.regenerated.jsonl").read_text() == '{"messages": []}\n'
     assert not (chats.parent / "foreign").exists()
+
+
+def test_two_at_once_do_not_write_one_journal(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (chats.parent / "out.regenerated.jsonl").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert call(chats, target) == 3
+    assert "is being written by another `python -m trainer.prepare`" in capsys.readouterr().err
+    assert call(chats, target) == 0
 
 
 def test_sampled_answers_differ_from_seed_to_seed_and_not_from_time_to_time(chats: Path, target: Path) -> None:
@@ -176,7 +194,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(OSError):  # whoever asked may be dead
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -273,4 +292,4 @@ def test_a_server_that_is_none_is_one_sentence_and_leaves_what_was_answered(
     err = capsys.readouterr().err
     assert sentence in err
     assert err.count("\n") == 1
-    assert not (chats.parent / "out").exists()
+    assert not list(chats.parent.glob("*out*"))
