@@ -245,6 +245,48 @@ def test_a_server_answers_too_and_what_it_refuses_or_breaks_off_is_counted(
     assert ["w4", "w4", "w5 w6"] in server.asked
 
 
+@contextlib.contextmanager
+def started(chats: Path, target: Path, server: Server) -> Iterator[subprocess.Popen[str]]:
+    """The command, once the server has been asked eleven times; it is waited for."""
+    command = [sys.executable, "-m", "trainer.prepare", "--input", chats, "--output", chats.parent / "out", "--target", target]
+    command += ["--regenerate", "--max-tokens", "48", "--max-new-tokens", "20", "--rows", "2", "--held-out", "0"]
+    command += ["--server", server.url, "--server-model", "the-target"]
+    # a test run in the background of a script inherits an ignored SIGINT, and so would its children
+    words = ["env", "--default-signal=INT", *map(str, command)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            moment = threading.Event()
+            while len(server.asked) < 11:
+                assert process.poll() is None, process.communicate()[1]
+                moment.wait(0.05)
+            yield process
+        finally:
+            if process.poll() is None and sys.exc_info()[0]:
+                process.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_asked_to_stop_it_leaves_what_was_answered_and_nothing_else(
+    chats: Path, target: Path, serve: Callable[..., Server], number: int, code: int
+) -> None:
+    hung = threading.Event()
+
+    def reply(messages: list[dict[str, str]]) -> tuple[int, Any]:
+        if len(server.asked) > 9:
+            hung.wait(60)
+        return backwards(messages)
+
+    server = serve(reply)
+    with started(chats, target, server) as process:
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    hung.set()
+    assert process.returncode == code
+    assert "Traceback" not in err
+    assert len(journal(chats)) >= 5
+    assert sorted(path.name for path in chats.parent.iterdir() if "out" in path.name) == ["out.regenerated.jsonl"]
+
+
 def test_killed_it_goes_on_and_asks_nothing_twice_that_was_answered(
     chats: Path, target: Path, serve: Callable[..., Server]
 ) -> None:
@@ -256,17 +298,8 @@ def test_killed_it_goes_on_and_asks_nothing_twice_that_was_answered(
         return backwards(messages)
 
     server = serve(reply)
-    command = [sys.executable, "-m", "trainer.prepare", "--input", chats, "--output", chats.parent / "out", "--target", target]
-    command += ["--regenerate", "--max-tokens", "48", "--max-new-tokens", "20", "--rows", "2", "--held-out", "0"]
-    command += ["--server", server.url, "--server-model", "the-target"]
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE) as process:
-        try:
-            deadline = threading.Event()
-            while len(server.asked) < 11:
-                assert process.poll() is None, process.communicate()[1].decode()
-                deadline.wait(0.05)
-        finally:
-            os.kill(process.pid, signal.SIGKILL)
+    with started(chats, target, server) as process:
+        os.kill(process.pid, signal.SIGKILL)
     hung.set()
     answered = {tuple(line["messages"][0]["content"].split()) for line in journal(chats).values()}
     assert len(answered) >= 5
