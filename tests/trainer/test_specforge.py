@@ -2,6 +2,7 @@
 
 import importlib
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from trainer.batch import FeatureBatch
 from trainer.checkpoint import Staging, save_checkpoint
 from trainer.config import TrainConfig
 from trainer.loss import blocks_loss
+from trainer.pipeline import load_all
+from trainer.reference import plain_losses
 
 LENGTH = 40
 
@@ -70,3 +73,17 @@ def test_loss_and_gradients_are_specforges(make_batch, make_spec, make_drafter, 
         torch.testing.assert_close(
             parameter.grad, judged[name].grad, rtol=1e-3, atol=1e-4 * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages that the judge imports
+def test_specforge_trains_as_we_do_on_the_same_batches(tiny_run):
+    path = Path(__file__).parents[2] / "experiments" / "baseline.py"
+    module = types.ModuleType("baseline")
+    exec(compile(path.read_text(), path, "exec"), vars(module))
+    settings = TrainConfig.from_dict(tiny_run.config(drafters=2, run={"steps": 6, "validate_every": 6}))
+    loaded = load_all(settings)
+    told = list(module.train(settings, loaded, 6))
+    losses = [event["loss"] for event in told if event["event"] == "step"]
+    assert losses == pytest.approx(plain_losses(settings, loaded, 6), rel=1e-4)
+    assert [event["step"] for event in told if event["event"] == "validation"] == [6]
+    assert told[-1]["acceptance_length"] >= 1
