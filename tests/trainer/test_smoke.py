@@ -106,6 +106,13 @@ def test_a_long_warm_up_does_not_stand_in_the_way(tiny_run, tmp_path, capsys):
     assert (code, verdict["reasons"]) == (0, [])
 
 
+def test_what_a_run_goes_on_from_does_not_stand_in_the_way(tiny_run, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_run.config(run={"resume": "of/a/longer/run"})))
+    code, verdict = verdict_of(path, capsys)
+    assert (code, verdict["reasons"]) == (0, [])
+
+
 def test_a_wrong_call_is_2(capsys):
     assert main([]) == 2
     assert capsys.readouterr().err == "usage: python -m trainer.smoke CONFIG.json\n"
