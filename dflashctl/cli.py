@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -124,7 +125,7 @@ def launch(
     )
     with ctx.session(place) as session:
         if smoke_first:
-            run, found = ctx.smoke(session, loaded, options)
+            run, found = ctx.measure(session, loaded, replace(options, program=verbs.SMOKE), "go")
             if not found["go"]:
                 raise SmokeRefusal(f"{run} says no-go: {'; '.join(found['reasons'])}", details={"run": run, **found})
         started = verbs.launch(session, loaded, options, os.environ, ctx.history, render.launching(ctx.out))
@@ -162,12 +163,51 @@ def smoke(
         gpus=placement.parse_gpus(gpus) if gpus is not None else None, secrets=read_env_file(env_file) if env_file else {}
     )
     with ctx.session(place) as session:
-        run, found = ctx.smoke(session, loaded, options)
+        run, found = ctx.measure(session, loaded, replace(options, program=verbs.SMOKE), "go")
     if as_json:
         ctx.out.document({"run": run, "host": place.name, **found})
     else:
         render.verdict(ctx.out, run, found)
     raise typer.Exit(ExitCode.OK if found["go"] else ExitCode.RUN_FAILED)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, unique prefix, or HOST:RUN.")],
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Prompts or shards under the host's root; default: what RUN's data hold out."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    gpus: Annotated[str | None, typer.Option(metavar="0", help="The GPU by nvidia-smi's index.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what RUN's newest checkpoint is worth: acceptance length and speed of lossless speculative decoding.
+
+    Example: dflashctl eval threadwarm-1 --limit 64
+    """
+    from dflashctl import launch as verbs
+    from dflashctl import placement, render
+
+    ctx = make_context(as_json)
+    host, record = ctx.find(run)
+    more = [
+        *(["--limit", str(limit)] if limit else []),
+        "--max-new-tokens",
+        str(max_new_tokens),
+        "--temperature",
+        str(temperature),
+    ]
+    with ctx.session(host) as session:
+        loaded, program = verbs.evaluation(session, record, prompts, more)
+        options = verbs.Options(program=program, gpus=placement.parse_gpus(gpus) if gpus is not None else None)
+        name, found = ctx.measure(session, loaded, options, "acceptance_length")
+    if as_json:
+        ctx.out.document({"run": name, "host": host.name, "of": record.run, **found})
+    else:
+        render.acceptance(ctx.out, name, found)
 
 
 @app.command()

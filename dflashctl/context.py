@@ -139,18 +139,18 @@ class Context:
         if self.history.torn_lines:
             self.out.note(f"warning: {self.history.torn_lines} unreadable line(s) in the history were passed over")
 
-    def smoke(self, session: "HostSession", loaded: "Experiment", options: "Options") -> tuple[str, dict[str, Any]]:
-        """Run a smoke test to its end; its name and what it found."""
+    def measure(self, session: "HostSession", loaded: "Experiment", options: "Options", key: str) -> tuple[str, dict[str, Any]]:
+        """Run a program that is no training to its end; its run's name, and the document with `key` that it has left."""
         from dflashctl import launch as verbs
         from dflashctl import render, watch
 
-        options = replace(options, smoke=True, resume=None, startup_seconds=0)
+        options = replace(options, resume=None, startup_seconds=0)
         started = verbs.launch(session, loaded, options, os.environ, self.history, render.launching(self.out))
         record = self.history.find(f"{started.host}:{started.run}")
-        self.out.note(f"{started.run} tries a few steps; its log is {started.log}")
+        self.out.note(f"{started.run} is under way; its log is {started.log}")
         state = watch.follow(session, record, lambda _data: None, self.out.note, watch.BEGIN)
         watch.remember(self.history, record, state)
-        return started.run, verbs.verdict(session, record)
+        return started.run, verbs.result(session, record, key)
 
     def follow(
         self,

@@ -7,7 +7,8 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from dflashctl import placement
 from dflashctl.bundle import deploy, pack
@@ -30,6 +31,8 @@ from dflashctl.gpus import Gpu, GpuReport, judge
 from dflashctl.runs import History, RunRecord, record_of
 from dflashctl.session import HostSession
 from dflashctl.watch import RECONNECT_S, list_runs, query_gpus, status
+from trainer.config import TrainConfig
+from trainer.errors import ConfigError
 
 _STOP_MARGIN_S = 40.0
 _LOG_LINES = 20
@@ -40,12 +43,28 @@ FREED_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What a run runs: a module of its release."""
+
+    module: str = "trainer"
+    suffix: str = ""
+    """What its tag has behind the experiment's."""
+    arguments: tuple[str, ...] | None = None
+    """None: the run's config.json."""
+    num_gpus: int | None = None
+    """None: as many as the experiment's devices need."""
+
+
+TRAINER: Final = Program()
+SMOKE: Final = Program(module="trainer.smoke", suffix="-smoke")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """How to launch, apart from what the experiment says."""
 
     gpus: tuple[int, ...] | None = None
-    smoke: bool = False
-    """Run `trainer.smoke` in place of the trainer, as a run of tag `<tag>-smoke`."""
+    program: Program = TRAINER
     resume: RunRecord | None = None
     """Go on from its newest checkpoint."""
     no_deploy: bool = False
@@ -124,7 +143,7 @@ def launch(
         launch_id=secrets.token_hex(8),
         host=session.host.name,
         place=session.host.place,
-        tag=f"{experiment.tag}-smoke" if options.smoke else experiment.tag,
+        tag=f"{experiment.tag}{options.program.suffix}",
         created_at=_now(),
         hypothesis=experiment.hypothesis,
     )
@@ -140,7 +159,7 @@ def launch(
         answer["warning"] = "; ".join(filter(None, [answer["warning"], str(error)]))
     launched = _launched(record, chosen, answer)
     died = answer["state"] not in ("running", "starting") and answer["exit_code"] != 0
-    if died and not options.smoke:  # whose verdict is in its log
+    if died and options.program == TRAINER:  # what any other has to say is in its log
         raise _death(launched)
     return launched
 
@@ -169,7 +188,7 @@ def _start(
     Where another launch was faster and only a number was asked for, the choice is made anew at once.
     """
     wanted = options.gpus if options.gpus is not None else experiment.gpus
-    needed = experiment.config.num_gpus
+    needed = experiment.config.num_gpus if options.program.num_gpus is None else options.program.num_gpus
     deadline = time.monotonic() + options.wait_gpu_s
     lost: set[str] = set()
     patience_s = 0.0
@@ -272,7 +291,8 @@ def _request(
         "launch_id": record.launch_id,
         "release": record.release,
         "python": host.python,
-        "module": "trainer.smoke" if options.smoke else "trainer",
+        "module": options.program.module,
+        "arguments": options.program.arguments,
         "env": {**host.env, **placement.visible_devices(chosen)},
         "resume": {"run": options.resume.run, "launch_id": options.resume.launch_id} if options.resume else None,
         "secrets": dict(options.secrets),
@@ -336,15 +356,46 @@ def _death(launched: Launched) -> StartupDeath:
     )
 
 
-def verdict(session: HostSession, record: RunRecord) -> dict[str, Any]:
-    """What an ended smoke run found, from the last line of its log; raises EnvironmentFault where it found nothing."""
+def result(session: HostSession, record: RunRecord, key: str) -> dict[str, Any]:
+    """The document with `key` that an ended run has left in the last line of its log; raises EnvironmentFault without one."""
     request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id, "lines": _LOG_LINES}
     answer = session.call("logs", "last_document", request)
     found = answer["document"]
-    if not isinstance(found, dict) or not isinstance(found.get("go"), bool):
+    if not isinstance(found, dict) or key not in found:
         text = "\n".join(answer["lines"]) or "(the log is empty)"
-        raise EnvironmentFault(f"{record.name} ended without a verdict; its log ends:\n{text}", details={"run": record.run})
+        raise EnvironmentFault(f"{record.name} ended without a result; its log ends:\n{text}", details={"run": record.run})
     return found
+
+
+def evaluation(session: HostSession, record: RunRecord, prompts: str | None, more: Sequence[str]) -> tuple[Experiment, Program]:
+    """What measures the newest checkpoint of a run, on `prompts` (default: what its data hold out); raises EnvironmentFault."""
+    request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id}
+    found = session.call("runs", "trained", request)
+    try:
+        config = TrainConfig.from_dict(found["config"])
+    except ConfigError as error:
+        raise EnvironmentFault(f"{record.name}: its config.json is not one of this version: {error}") from error
+    gguf = ["--gguf-file", config.target.gguf_file] if config.target.gguf_file else []
+    device = "cuda:0" if config.uses_cuda else "cpu"
+    where = ["--root", session.host.root, "--checkpoint", found["checkpoint"], "--target", config.target.path, *gguf]
+    how = ["--dtype", config.target.dtype, "--prompts", prompts or config.data.path, "--device", device, "--output", "."]
+    experiment = Experiment(
+        tag=record.tag,
+        path=Path(),
+        hypothesis=f"What the drafter of {record.run} is worth.",
+        parent=record.run,
+        change="",
+        host=record.host,
+        gpus=None,
+        expect=(),
+        trainer={},
+        origins={},
+        config=config,
+    )
+    arguments = (*where, *how, *more)
+    return experiment, Program(
+        module="trainer.evaluate", suffix="-eval", arguments=arguments, num_gpus=1 if config.uses_cuda else 0
+    )
 
 
 def stop(session: HostSession, record: RunRecord, history: History, grace_s: float) -> dict[str, Any]:

@@ -415,6 +415,20 @@ def verdict(out: Renderer, run: str, found: dict[str, Any]) -> None:
         out.line(f"  losses differ from an eager loop's by {found['loss_difference']:.2g}")
 
 
+def acceptance(out: Renderer, run: str, found: dict[str, Any]) -> None:
+    """What a drafter is worth."""
+    length, speeds = found["acceptance_length"], found["tokens_per_s"]
+    interval = "" if length["interval_95"] is None else " ({:.2f} to {:.2f}, 95 %)".format(*length["interval_95"])
+    count = f"{length['verifications']} verifications of {length['prompts']} prompts"
+    out.line(f"{run}: acceptance length {_measured(length['mean'], '')}{interval}, {count}")
+    rates = " against ".join(_measured(speeds[way], "") for way in ("speculative", "plain"))
+    out.line(f"  {_measured(found['speedup'], '')} times plain decoding: {rates} tokens/s")
+    shares = ", ".join(f"{row['position']}: {_measured(row['share'], '')}" for row in found["accepted_by_position"])
+    out.line(f"  accepted by position: {shares}")
+    if found["equal_to_plain"] is not None:
+        out.line(f"  {found['equal_to_plain']} of {found['prompts']['count']} responses equal plain decoding's")
+
+
 def describe(state: dict[str, Any]) -> str:
     """State, with the code or signal that belongs to it."""
     if state["state"] == "exited":

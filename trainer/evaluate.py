@@ -51,6 +51,8 @@ class Settings:
     seed: int = 0
     """Of sampling; every prompt has a generator of its own."""
     device: str = "cpu"
+    root: Path = Path()
+    """Folder that relative paths start from, also the target's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,9 @@ class Pair:
 def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: None) -> dict[str, Any]:
     """The document. `tell` is called after each prompt. Raises TrainerError."""
     device = usable_device(settings.device)
-    tokenizer = load_tokenizer(settings.target, Path())
-    given = read_prompts(settings.prompts, tokenizer)[: settings.limit]
-    model = load_causal_lm(settings.target, Path(), device)
+    tokenizer = load_tokenizer(settings.target, settings.root)
+    given = read_prompts(settings.root / settings.prompts, tokenizer)[: settings.limit]
+    model = load_causal_lm(settings.target, settings.root, device)
     info = target_info(model)
     for index, prompt in enumerate(given):
         _check_prompt(f"{settings.prompts}: prompt {index + 1}", prompt, info.vocab_size)
@@ -75,7 +77,9 @@ def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: 
                 f"{settings.prompts}: prompt {index + 1} has {len(prompt)} tokens; with --max-new-tokens "
                 f"{settings.max_new_tokens} it must be within the target's {info.max_position_embeddings} positions"
             )
-    drafter = load_checkpoint(settings.checkpoint, info, model.dtype).to(device, model.dtype).requires_grad_(False)
+    drafter = (
+        load_checkpoint(settings.root / settings.checkpoint, info, model.dtype).to(device, model.dtype).requires_grad_(False)
+    )
     stop_ids = stop_token_ids(model, tokenizer)
 
     def answer(prompt: Sequence[int], index: int, most: int) -> Pair:
@@ -214,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of both models (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda:N (%(default)s)")
+    parser.add_argument("--root", type=Path, default=Path(), help="folder that relative paths start from (here)")
     parser.add_argument("--output", type=Path, help="folder for events.jsonl and evaluation.json")
     args = parser.parse_args(argv)
     if args.max_new_tokens < 1 or args.temperature < 0 or args.seed < 0 or (args.limit is not None and args.limit < 1):
@@ -228,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         temperature=args.temperature,
         seed=args.seed,
         device=args.device,
+        root=args.root,
     )
     try:
         document = evaluate(settings) if args.output is None else _recorded(settings, args.output)

@@ -24,8 +24,8 @@ _FIND_S = 30.0
 def launch(args: dict[str, Any]) -> dict[str, Any]:
     """Claim a run folder, write what the run is, start it detached, and watch its start-up window.
 
-    `args`: root, tag, launch_id, release, python, module, env, resume, secrets, config, record, cache ("own" or "warm"),
-    gpu_model, clear_cache, startup_s, log_lines, force, minimum_python.
+    `args`: root, tag, launch_id, release, python, module, arguments, env, resume, secrets, config, record, cache ("own" or
+    "warm"), gpu_model, clear_cache, startup_s, log_lines, force, minimum_python.
     """
     require_python(args["minimum_python"])
     layout = Layout(args["root"])
@@ -67,9 +67,13 @@ def _checkpoint(layout: Layout, resume: dict[str, str] | None) -> str | None:
     parent = layout.find_run(resume["run"], resume["launch_id"])
     if state_of(parent)["state"] in LIVING:
         raise Fault("environment", f"run {parent.run} is still living", f"dflashctl stop {parent.run}")
-    latest = parent.checkpoints / "latest"
+    return _newest_checkpoint(layout, parent)
+
+
+def _newest_checkpoint(layout: Layout, folder: RunFolder) -> str:
+    latest = folder.checkpoints / "latest"
     if not latest.is_dir():
-        raise Fault("environment", f"run {parent.run} has no checkpoint to go on from")
+        raise Fault("environment", f"run {folder.run} has no checkpoint")
     return os.path.relpath(os.path.realpath(latest), os.path.realpath(layout.root))
 
 
@@ -150,6 +154,17 @@ def _watch_start(folder: RunFolder, startup_s: float) -> dict[str, Any]:
     return state_of(folder)
 
 
+def trained(args: dict[str, Any]) -> dict[str, Any]:
+    """`config` of a run and its newest `checkpoint`, relative to the root; raises Fault where it has none."""
+    layout = Layout(args["root"])
+    folder = layout.find_run(args["run"], args["launch_id"])
+    try:
+        config = json.loads(folder.config.read_text())
+    except (OSError, ValueError) as error:
+        raise Fault("environment", f"{folder.config} cannot be read: {error}") from None
+    return {"config": config, "checkpoint": _newest_checkpoint(layout, folder)}
+
+
 def list_runs(args: dict[str, Any]) -> dict[str, Any]:
     """Every run under the root, with its record and state."""
     return {"runs": [_entry(folder) for folder in Layout(args["root"]).all_runs()]}
@@ -176,4 +191,4 @@ def _entry(folder: RunFolder) -> dict[str, Any]:
     return {"record": record, "state": state_of(folder), "run_dir": str(folder.path), "log": str(folder.log)}
 
 
-VERBS = {"launch": launch, "list": list_runs, "find": find}
+VERBS = {"launch": launch, "list": list_runs, "find": find, "trained": trained}

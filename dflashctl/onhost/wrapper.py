@@ -49,6 +49,7 @@ def script(
         unknown=UNKNOWN,
         python=shlex.quote(args["python"]),
         module=args["module"],
+        arguments='"$PWD/config.json"' if args["arguments"] is None else " ".join(map(shlex.quote, args["arguments"])),
         clean="rm -rf ./cache\n" if own_cache else "",
         locks=" ".join([*locks, ""]),
         note=shlex.quote(note[:-1]),
@@ -126,7 +127,7 @@ stamp started
     unset LC_ALL
 {exports}
     [ ! -e secrets.sh ] || . ./secrets.sh
-    exec {python} -m {module} "$PWD/config.json"
+    exec {python} -m {module} {arguments}
 )
 code=$?
 {clean}rm -f room

@@ -221,7 +221,7 @@ def test_show_names_each_origin(bench) -> None:
         ("import json; print('loading'); print(json.dumps({'go': True, 'reasons': []}))", 0, "quick-smoke-1: go"),
         ("import json, sys; print(json.dumps({'go': False, 'reasons': ['3 recompiles']})); sys.exit(1)", 1, "3 recompiles"),
         ("import sys; sys.exit('error: no such target')", 8, "no such target"),
-        ("print('half a verd')", 8, "without a verdict"),
+        ("print('half a verd')", 8, "without a result"),
     ],
     ids=["go", "no-go", "dies", "silent"],
 )
