@@ -33,4 +33,4 @@ lint: $(READY)
 
 test: lint
 	@tests/lab/setup.sh
-	$(BIN)/pytest -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not gpu'

@@ -115,7 +115,8 @@ class Reporter:
 
     def heartbeat(self, step: int | None, idle_s: float) -> None:
         """The run is alive; `idle_s` seconds ago a worker moved last, which is overdue when steps used to take far less."""
-        typical = (self._since - self._opened) / self._counts.steps if self._opened and self._counts.steps else None
+        done = self._counts.steps - self._wiring.first_step if self._wiring and self._counts.steps else 0
+        typical = (self._since - self._opened) / done if self._opened and done else None
         overdue = typical is not None and idle_s > max(OVERDUE_S, OVERDUE_STEPS * typical)
         self._events.write(events.HEARTBEAT, step=step, idle_s=round(idle_s, 3), overdue=overdue)
 
