@@ -24,6 +24,7 @@ def test_a_terminal_that_closes_takes_the_client_and_leaves_the_run(far, ct) -> 
     client, terminal = pty.fork()
     if client == 0:  # the child, whose controlling terminal this is
         os.chdir(far.folder)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test run under nohup has it ignored
         os.execve(far.executable, ["dflashctl", "launch", "--tag", "quick", "--startup-seconds", "60"], far.env)
     far.until(lambda: is_up(ct))
     os.close(terminal)
