@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dflashctl.context import Context, make_context
+from dflashctl.context import make_context
 from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, SmokeRefusal, StdoutClosed, UsageError
 
 if TYPE_CHECKING:
-    from dflashctl.hosts import Host
-    from dflashctl.session import HostSession
+    pass
 
 app = typer.Typer(
     add_completion=True,
@@ -270,13 +269,13 @@ def stop(
 
     With --host or --all: every living run there that you launched from this machine, after asking.
     """
-    from dflashctl import launch as verbs
     from dflashctl import render
+    from dflashctl import stop as verbs
 
     ctx = make_context(as_json)
     if hosts or every:
         _refuse_both(run)
-        raise typer.Exit(_stop_several(ctx, ctx.places(hosts, every), yes, grace))
+        raise typer.Exit(ctx.stop_each(ctx.places(hosts, every), None if yes else _ask, grace))
     if run is None:
         raise UsageError("stop needs a RUN, --host or --all")
     host, record = ctx.find(run)
@@ -288,29 +287,11 @@ def stop(
         ctx.out.line(render.stopped(state))
 
 
-def _stop_several(ctx: Context, places: "list[Host]", yes: bool, grace: float) -> int:
-    """Stop what is ours on each host, those of others named and left alone; the worst exit code."""
-    from dflashctl import launch as verbs
-    from dflashctl import render
-    from dflashctl.fanout import side_by_side
-
-    found = {outcome.host.name: outcome for outcome in side_by_side(places, verbs.living_of_mine)}
-    mine, others = ({place.name: (found[place.name].value or ([], []))[which] for place in places} for which in (0, 1))
-    names, spared = (", ".join(run.name for runs in some.values() for run in runs) for some in (mine, others))
-    if spared:
-        ctx.out.note(f"not launched by you from here, left alone: {spared}")
-    if names and not yes:
-        if not (sys.stdin and sys.stdin.isatty()):
-            raise UsageError(f"this would stop {names}", hint="say --yes to do it")
-        if not typer.confirm(f"stop {names}?", err=True):
-            raise InterruptedByUser("nothing was stopped")
-
-    def verb(session: "HostSession") -> list[dict[str, Any]]:
-        if problem := found[session.host.name].error:
-            raise problem
-        return verbs.stop_each(session, mine[session.host.name], ctx.history, grace)
-
-    return ctx.on_each(places, verb, render.stopped_each, lambda states: {"runs": states})
+def _ask(names: str) -> None:
+    if not (sys.stdin and sys.stdin.isatty()):
+        raise UsageError(f"this would stop {names}", hint="say --yes to do it")
+    if not typer.confirm(f"stop {names}?", err=True):
+        raise InterruptedByUser("nothing was stopped")
 
 
 @app.command()

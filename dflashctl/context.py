@@ -139,6 +139,27 @@ class Context:
         if self.history.torn_lines:
             self.out.note(f"warning: {self.history.torn_lines} unreadable line(s) in the history were passed over")
 
+    def stop_each(self, places: "list[Host]", ask: Callable[[str], None] | None, grace_s: float) -> int:
+        """Stop what is ours on each host, those of others named and left alone; the worst exit code. `ask` raises a no."""
+        from dflashctl import render
+        from dflashctl import stop as verbs
+        from dflashctl.fanout import side_by_side
+
+        found = {outcome.host.name: outcome for outcome in side_by_side(places, verbs.living_of_mine)}
+        mine, others = ({place.name: (found[place.name].value or ([], []))[which] for place in places} for which in (0, 1))
+        names, spared = (", ".join(run.name for runs in some.values() for run in runs) for some in (mine, others))
+        if spared:
+            self.out.note(f"not launched by you from here, left alone: {spared}")
+        if names and ask:
+            ask(names)
+
+        def verb(session: "HostSession") -> list[dict[str, Any]]:
+            if problem := found[session.host.name].error:
+                raise problem
+            return verbs.stop_each(session, mine[session.host.name], self.history, grace_s)
+
+        return self.on_each(places, verb, render.stopped_each, lambda states: {"runs": states})
+
     def measure(self, session: "HostSession", loaded: "Experiment", options: "Options", key: str) -> tuple[str, dict[str, Any]]:
         """Run a program that is no training to its end; its run's name, and the document with `key` that it has left."""
         from dflashctl import launch as verbs

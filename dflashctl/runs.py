@@ -5,9 +5,11 @@ launch id wins; a torn last line is passed over and said.
 """
 
 import fcntl
+import getpass
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -62,6 +64,14 @@ def state_directory(environ: Mapping[str, str]) -> Path:
         return Path(environ["DFLASHCTL_STATE_DIR"]).expanduser()
     base = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".local" / "state"
     return Path(base) / "dflashctl"
+
+
+def who() -> str:
+    """The user of this machine, as runs and leases name him."""
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (KeyError, OSError):
+        return f"unknown@{socket.gethostname()}"
 
 
 class History:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflashctl import launch
+from dflashctl import stop
 from dflashctl.errors import EnvironmentFault, ExitCode, HostError, RemoteTimeoutError, StopIncompleteError
 from dflashctl.hosts import Host
 from dflashctl.onhost import stop as onhost_stop
@@ -99,7 +99,7 @@ def test_what_survives_sigkill_is_named_with_exit_code_11(tmp_path: Path, monkey
 
     try:
         with pytest.raises(StopIncompleteError, match=rf"pid {child.pid} \(sleep, state S\)") as caught:
-            launch.stop(InThisProcess(), record, History(tmp_path, {"local": "p"}), grace_s=0.1)  # type: ignore[arg-type]
+            stop.stop(InThisProcess(), record, History(tmp_path, {"local": "p"}), grace_s=0.1)  # type: ignore[arg-type]
     finally:
         monkeypatch.undo()
         child.kill()
