@@ -10,7 +10,9 @@ Sources: the layout is z-lab's; the keys are what its class, transformers, SGLan
 
 import contextlib
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -26,8 +28,11 @@ from trainer.config import TrainConfig
 from trainer.errors import CheckpointError
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, layer_windows
 
+log = logging.getLogger("trainer")
 _TRAINING = "training"
 """Folder inside a checkpoint."""
+_STEP = re.compile(r"step-(\d+)")
+"""Names of checkpoints; other names in their folder are somebody else's."""
 
 
 class Staging:
@@ -87,20 +92,22 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step-<step>`, point `folder/latest` at it and remove what is older than the newest `keep`; returns it.
 
-    Raises CheckpointError; a failed write leaves nothing new behind. `state` goes into a folder of its own, because servers
-    read every file of tensors beside config.json, and older checkpoints lose theirs: it is six times their size.
+    Raises CheckpointError; a failed write leaves nothing new behind. What cannot be removed is told and stays. `state` goes
+    into a folder of its own, because servers read every file of tensors beside config.json, and older checkpoints lose theirs:
+    it is six times their size.
     """
     final = folder / f"step-{step}"
     try:
+        sweep(folder)
         with appearing_folder(final) as partial:
             _write_files(partial, staging.fetch(), staging.spec, info)
             if state is not None:
                 (partial / _TRAINING).mkdir()
                 _write_state(partial / _TRAINING, state)
         _point_latest(folder, final.name)
-        _remove_older(folder, final, keep)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
+    _remove_older(folder, step, keep)
     return final
 
 
@@ -287,17 +294,31 @@ def _write_state(folder: Path, state: TrainingState) -> None:
     save_file(tensors, folder / "state.safetensors")
 
 
-def _remove_older(folder: Path, newest: Path, keep: int | None) -> None:
-    def step(path: Path) -> int:
-        return int(path.name.removeprefix("step-"))
-
-    older = sorted((path for path in folder.glob("step-*") if step(path) < step(newest)), key=step)
+def _remove_older(folder: Path, newest: int, keep: int | None) -> None:
+    """No failure here ends a run: the new checkpoint is good whatever becomes of the old ones."""
+    found = [(int(match[1]), path) for path in folder.iterdir() if path.is_dir() and (match := _STEP.fullmatch(path.name))]
+    older = [path for step, path in sorted(found) if step < newest]
     num_kept = len(older) if keep is None else keep - 1
-    for path in older[: len(older) - num_kept]:
-        shutil.rmtree(path)
-    for path in older:
-        if (path / _TRAINING).exists():
-            shutil.rmtree(path / _TRAINING)
+    for i, path in enumerate(older):
+        _remove(folder, path if i < len(older) - num_kept else path / _TRAINING)
+
+
+def _remove(folder: Path, path: Path) -> None:
+    """Hide it first, so that a death in between leaves no half of it under its name; `sweep` finds it again."""
+    hidden = folder / f".{'-'.join(path.relative_to(folder).parts)}.removed"
+    try:
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a death has left half written or half removed, as far as that goes."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _point_latest(folder: Path, name: str) -> None:

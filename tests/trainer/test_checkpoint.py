@@ -199,6 +199,38 @@ def test_the_newest_are_kept_and_the_newest_alone_is_resumed_from(model, target_
             load_training_state(tmp_path / "step-10", {})
 
 
+def test_what_others_put_beside_the_checkpoints_stays_and_ends_no_run(model, target_info, tmp_path):
+    (tmp_path / "step-1-good").mkdir()
+    (tmp_path / "step-").write_text("mine")
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, Staging(model), target_info, None, 1)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-", "step-1-good", "step-3"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_is_told(model, target_info, tmp_path, monkeypatch, caplog):
+    save_checkpoint(tmp_path, 1, Staging(model), target_info)
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.checkpoint.shutil, "rmtree", lambda path, **more: more or refuse(path))
+        save_checkpoint(tmp_path, 2, Staging(model), target_info, None, 1)
+    assert os.readlink(tmp_path / "latest") == "step-2"
+    assert "step-1 cannot be removed: " in caplog.text
+    assert not (tmp_path / "step-1").exists(), "half of a checkpoint has no checkpoint's name"
+    save_checkpoint(tmp_path, 3, Staging(model), target_info, None, 1)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-3"]
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next(model, target_info, tmp_path):
+    for name in (".step-4.partial", ".step-2.removed", ".step-2-training.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    save_checkpoint(tmp_path, 6, Staging(model), target_info)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-6"]
+
+
 def test_a_disk_that_is_really_full_leaves_the_last_good_one(make_spec, make_drafter, target_info, tmpfs):
     model = make_drafter(make_spec())
     optimizer = DraftOptimizer(model, CONFIG)
