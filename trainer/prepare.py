@@ -14,6 +14,7 @@ people's. What is answered is kept in OUTPUT.regenerated.jsonl, and the same com
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ import shutil
 import signal
 import sys
 import time
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -142,12 +144,18 @@ def _answered(
         "seed": settings.seed,
     }
     journal = output.with_name(f"{output.name}.regenerated.jsonl")
-    regenerate(asked, lambda: _somebody(target, tokenizer, settings, report.max_tokens), journal, made_with, tell)
+    somebody = functools.partial(_somebody, target, tokenizer, settings, report.max_tokens)
+    regenerate(asked, somebody, journal, made_with, tell)
     return regenerated(journal, made_with, report.dropped)
 
 
-def _somebody(target: TargetConfig, tokenizer: PreTrainedTokenizerBase, settings: Regeneration, max_tokens: int) -> Answers:
-    """Who answers: a server, or the target in this process."""
+def _somebody(
+    target: TargetConfig, tokenizer: PreTrainedTokenizerBase, settings: Regeneration, max_tokens: int, num_known: int
+) -> Answers:
+    """Who answers when `num_known` conversations have been: a server, or the target in this process.
+
+    The sampling of a later start has a seed of its own: the same again would answer other questions by the same draws.
+    """
     if settings.server is not None:
         return ServerAnswers(
             settings.server,
@@ -155,13 +163,15 @@ def _somebody(target: TargetConfig, tokenizer: PreTrainedTokenizerBase, settings
             temperature=settings.temperature,
             num_rows=settings.num_rows,
             max_new_tokens=settings.max_new_tokens,
+            works=num_known > 0,
         )
     device = usable_device(settings.device)
     model = load_causal_lm(target, Path(), device)
     window = getattr(model.config, "sliding_window", None)
     if window is not None and window < max_tokens:
         raise DataError(f"{target.path}: --max-tokens must be within the target's sliding window of {window}, got {max_tokens}")
-    sampling = Sampling(settings.temperature, torch.Generator(device).manual_seed(settings.seed))
+    seed = int(np.random.SeedSequence([settings.seed, num_known]).generate_state(1, np.uint64)[0])
+    sampling = Sampling(settings.temperature, torch.Generator(device).manual_seed(seed))
     return LocalAnswers(
         model,
         tokenizer,
@@ -302,6 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--max-tokens must be at least 1 and --held-out 0..1, 1 excluded")
     if args.temperature < 0 or args.seed < 0 or args.max_new_tokens < 1 or args.rows < 1:
         parser.error("--temperature and --seed must be at least 0, --max-new-tokens and --rows at least 1")
+    if args.server is not None and not _is_url(args.server):
+        parser.error(f"--server must be a URL such as http://host:8000/v1, got {args.server}")
     target = TargetConfig(path=args.target, gguf_file=args.gguf_file, dtype=args.dtype)
     regeneration = Regeneration(
         temperature=args.temperature,
@@ -333,6 +345,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     sys.stdout.write(f"{report}wrote {args.output}\n")
     return 0
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class _Ticker:
