@@ -1,9 +1,9 @@
 """Checkpoints of the drafter in z-lab's flat layout, written so that a reader never sees half of one.
 
 `checkpoints/step-<n>/` holds config.json and model.safetensors; `checkpoints/latest` is a symbolic link to the newest. The
-newest holds `training/` too, from which a run is resumed: fp32 parameters, statistics of the optimizer, the step.
-A folder appears under its name by one rename, after everything in it has reached the disk. Written by one drafter
-thread (all drafters are equal). Embedding and head are the target's and are not in it.
+newest of an unfinished run holds `training/` too, from which it is resumed: fp32 parameters, statistics of the optimizer, the
+step. A folder appears under its name by one rename, after everything in it has reached the disk. Written by one drafter thread
+(all drafters are equal). Embedding and head are the target's and are not in it.
 
 Sources: the layout is z-lab's; the keys are what its class, transformers, SGLang and vLLM read, old spellings included.
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 from trainer.config import TrainConfig
 from trainer.errors import CheckpointError
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, layer_windows
+from trainer.packing import ORDER
 
 log = logging.getLogger("trainer")
 _TRAINING = "training"
@@ -69,17 +70,24 @@ class TrainingState:
     tensors: Mapping[str, Tensor]
     """`DraftOptimizer.state_tensors`."""
     trained_with: Mapping[str, Any]
-    """`trained_with` of its run."""
+    """`trained_with` and `trained_for` of its run."""
 
 
 def trained_with(config: TrainConfig, data_checksum: str) -> dict[str, Any]:
-    """The values that a resumed run has to share with the run it resumes."""
-    shared = {f"draft.{key}": value for key, value in asdict(config.draft).items()}
+    """The values that a resumed run has to share with the run it resumes, as far as they are known before the target is."""
+    shared = {f"target.{key}": value for key, value in asdict(config.target).items()}
+    shared |= {f"draft.{key}": value for key, value in asdict(config.draft).items()}
     shared |= {f"batch.{key}": value for key, value in asdict(config.batch).items()}
     shared |= {f"optim.{key}": value for key, value in asdict(config.optim).items()}
     shared |= {"run.steps": config.run.steps, "run.seed": config.run.seed}
     shared |= {"number of drafters": len(config.pipeline.drafter_devices), "checksum of data.path": data_checksum}
-    return shared
+    return shared | {"the order of batches": ORDER}
+
+
+def trained_for(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:
+    """Those that the target decides: another one may lie under the old name."""
+    shared = {f"the drafter's {key}": value for key, value in asdict(spec).items()} | {"the drafter's dtype": str(spec.dtype)}
+    return shared | {"the target's num_layers": info.num_layers, "the target's vocab_size": info.vocab_size}
 
 
 def save_checkpoint(
@@ -169,17 +177,24 @@ def load_training_state(folder: Path, expected: Mapping[str, Any]) -> TrainingSt
     try:
         told = json.loads((path / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "state.safetensors")
-        step, before = told["step"], told["trained_with"]
+        step, before = told["step"], dict(told["trained_with"])
     except OSError as error:
         raise CheckpointError(
-            f"run.resume {folder}: nothing to resume from, only the newest checkpoint of a run has it: {error}"
+            f"run.resume {folder}: nothing to resume from, only the newest checkpoint of an unfinished run has it: {error}"
         ) from None
     except (ValueError, SafetensorError, LookupError, TypeError) as error:
         raise CheckpointError(f"run.resume {folder}: the training state cannot be read: {error}") from None
+    state = TrainingState(step=step, tensors=tensors, trained_with=before)
+    check_trained_as(folder, state, expected)
+    return state
+
+
+def check_trained_as(folder: Path, state: TrainingState, expected: Mapping[str, Any]) -> None:
+    """Refuse, with CheckpointError, a state from `folder` that was trained otherwise."""
     for key, value in json.loads(json.dumps(expected)).items():
-        if before.get(key) != value:
-            raise CheckpointError(f"run.resume {folder}: {key} must be what it was, {before.get(key)!r}, got {value!r}")
-    return TrainingState(step=step, tensors=tensors, trained_with=before)
+        before = state.trained_with.get(key)
+        if before != value:
+            raise CheckpointError(f"run.resume {folder}: {key} must be what it was, {before!r}, got {value!r}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -92,6 +92,6 @@ def drafter_train_loop(worker: Worker, wiring: Wiring, rank: int, make: Callable
             worker.mailbox.put(drafter.validate(done))
         if last or done % run.checkpoint_every == 0:
             drafter.check_equal()
-            if rank == 0:
-                worker.mailbox.put(Saved(done, drafter.save(done)))
+            if rank == 0 and (path := drafter.save(done)) is not None:
+                worker.mailbox.put(Saved(done, path))
     wiring.drafter_sum.disconnect(rank)

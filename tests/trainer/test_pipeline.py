@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import trainer.drafter
@@ -130,17 +132,8 @@ def test_every_recipe_is_a_plain_loop_too_and_not_the_default(tiny_run: Any, tmp
     assert losses[recipe] != pytest.approx(losses["default"], rel=1e-3)
 
 
-@pytest.mark.parametrize(("targets", "drafters", "recipe"), [(1, 1, "noise"), (2, 3, "muon")])
-def test_a_resumed_run_goes_on_bit_for_bit(tiny_run: Any, tmp_path: Path, targets: int, drafters: int, recipe: str) -> None:
-    def config(**run: object) -> dict[str, Any]:
-        made: dict[str, Any] = tiny_run.config(targets=targets, drafters=drafters, run=run, **RECIPES[recipe])
-        return made
-
-    folders = [tmp_path / name for name in ("straight", "cut", "resumed")]
-    for folder in folders:
-        folder.mkdir()
-    straight, cut, resumed = folders
-    run(config(), straight)
+def run_until_it_saves(config: dict[str, Any], folder: Path) -> None:
+    """And is killed."""
     stop: Mailbox = queue.SimpleQueue()
     saved = trainer.drafter.save_checkpoint
 
@@ -152,7 +145,30 @@ def test_a_resumed_run_goes_on_bit_for_bit(tiny_run: Any, tmp_path: Path, target
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.drafter, "save_checkpoint", saved_then_killed)
         with pytest.raises(InjectedError):
-            run(config(checkpoint_every=4), cut, stop)
+            run(config, folder, stop)
+
+
+@pytest.mark.parametrize(("targets", "drafters", "recipe"), [(1, 1, "noise"), (2, 3, "muon")])
+def test_a_resumed_run_goes_on_bit_for_bit(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: int, drafters: int, recipe: str
+) -> None:
+    def config(**run: object) -> dict[str, Any]:
+        made: dict[str, Any] = tiny_run.config(targets=targets, drafters=drafters, run=run, **RECIPES[recipe])
+        return made
+
+    folders = [tmp_path / name for name in ("straight", "cut", "resumed")]
+    for folder in folders:
+        folder.mkdir()
+    straight, cut, resumed = folders
+    save, states = trainer.drafter.Drafter.save, []
+
+    def remembered(drafter: Any, done: int) -> Path | None:
+        states.append({name: tensor.clone() for name, tensor in drafter._optimizer.state_tensors().items()})
+        return save(drafter, done)
+
+    monkeypatch.setattr(trainer.drafter.Drafter, "save", remembered)
+    run(config(), straight)
+    run_until_it_saves(config(checkpoint_every=4), cut)
     run(config(resume=str(cut / "checkpoints" / "step-4")), resumed)
     losses = [
         [(event["step"], event["loss"], event["grad_norm"]) for event in events_of(f, "step")] for f in (straight, resumed)
@@ -160,20 +176,32 @@ def test_a_resumed_run_goes_on_bit_for_bit(tiny_run: Any, tmp_path: Path, target
     assert losses[1] == losses[0][4:]
     tensors = [(folder / "checkpoints" / "step-6" / "model.safetensors").read_bytes() for folder in (straight, resumed)]
     assert tensors[0] == tensors[1]
-    states = [load_file(folder / "checkpoints" / "step-6" / "training" / "state.safetensors") for folder in (straight, resumed)]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert states[0].keys() == states[-1].keys()
+    assert all(torch.equal(tensor, states[-1][name]) for name, tensor in states[0].items())
+    left = [list((folder / "checkpoints").rglob("training")) for folder in (straight, resumed)]
+    assert left == [[], []], "nobody goes on from a last step"
 
 
 def test_a_run_that_cannot_be_resumed_is_refused_before_it_starts(tiny_run: Any, tmp_path: Path) -> None:
-    (tmp_path / "first").mkdir()
-    run(tiny_run.config(), tmp_path / "first")
-    checkpoint = str(tmp_path / "first" / "checkpoints" / "latest")
+    folders = [tmp_path / name for name in ("finished", "cut")]
+    for folder in folders:
+        folder.mkdir()
+    run(tiny_run.config(), folders[0])
+    run_until_it_saves(tiny_run.config(run={"checkpoint_every": 4}), folders[1])
+    finished, checkpoint = (str(folder / "checkpoints" / "latest") for folder in folders)
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_run.root, changed)
+    wider = transformers.AutoConfig.from_pretrained(changed / "target", hidden_size=64, head_dim=16)
+    transformers.LlamaForCausalLM(wider).save_pretrained(changed / "target")
+    other = str(tiny_run.root / "target")
     for sections, sentence in (
-        ({"run": {"resume": checkpoint}}, "latest: all 6 steps are done"),
+        ({"run": {"resume": finished}}, "nothing to resume from, only the newest checkpoint of an unfinished run has"),
+        ({"run": {"resume": checkpoint}, "target": {"path": other}}, "target.path must be what it was, 'target', got "),
+        ({"run": {"resume": checkpoint}, "target": {"dtype": "bfloat16"}}, "target.dtype must be what it was, 'float32', got"),
         ({"run": {"resume": checkpoint, "steps": 9}}, "run.steps must be what it was, 6, got 9"),
         ({"run": {"resume": checkpoint, "seed": 1}}, "run.seed must be what it was, 0, got 1"),
         ({"run": {"resume": "no/where"}}, "no/where: nothing to resume from"),
+        ({"run": {"resume": checkpoint, "root": str(changed)}}, "the drafter's hidden_size must be what it was, 32, got 64"),
     ):
         with pytest.raises(CheckpointError, match=sentence):
             run(tiny_run.config(**sections), tmp_path)
