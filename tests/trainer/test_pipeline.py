@@ -174,6 +174,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(
         [(event["step"], event["loss"], event["grad_norm"]) for event in events_of(f, "step")] for f in (straight, resumed)
     ]
     assert losses[1] == losses[0][4:]
+    last = events_of(resumed)[-1]
+    assert (last["step"], last["steps"]) == (6, 2)
     tensors = [(folder / "checkpoints" / "step-6" / "model.safetensors").read_bytes() for folder in (straight, resumed)]
     assert tensors[0] == tensors[1]
     assert states[0].keys() == states[-1].keys()
@@ -235,7 +237,8 @@ def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pyte
     assert checkpoint["path"] == str(tmp_path / "checkpoints" / "step-3")
     last = events_of(tmp_path)[-1]
     tokens = sum(int((b.doc_ids >= 0).sum()) for b in first_batches(config, 10))
-    assert (last["steps"], last["loss"], last["context_tokens"]) == (5, events_of(tmp_path, "step")[-1]["loss"], tokens)
+    assert (last["step"], last["steps"], last["context_tokens"]) == (5, 5, tokens)
+    assert last["loss"] == events_of(tmp_path, "step")[-1]["loss"]
     assert (tmp_path / "checkpoints" / "latest").resolve() == tmp_path / "checkpoints" / "step-5"
     assert any(line.startswith("step 4/5  loss ") and line.endswith("ctx tok/s") for line in caplog.messages)
 
