@@ -9,6 +9,7 @@ Sources: the layout is z-lab's; the keys are what its class, transformers, SGLan
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -153,12 +154,7 @@ def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> Draft
     except SafetensorError as error:
         raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from None
     spec = _read_spec(config, dtype)
-    made_for = (config["num_target_layers"], config["hidden_size"], config["vocab_size"])
-    is_for = (info.num_layers, info.hidden_size, info.vocab_size)
-    if made_for != is_for:
-        raise CheckpointError(
-            f"{folder}: made for another target: layers, width and vocabulary must be {is_for}, got {made_for}"
-        )
+    check_made_for(folder, config, (info.num_layers, info.hidden_size, info.vocab_size))
     model = DraftModel(spec)
     for name, parameter in model.named_parameters():
         found = list(tensors[name].shape) if name in tensors else "nothing"
@@ -169,6 +165,30 @@ def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> Draft
         raise CheckpointError(f"{folder / 'model.safetensors'}: holds tensors that no drafter has, such as {min(unknown)}")
     model.load_state_dict(tensors)
     return model
+
+
+def check_made_for(folder: Path, config: Mapping[str, Any], is_for: tuple[int, int, int]) -> None:
+    """Refuse, with CheckpointError, a drafter for a target of other layers, width and vocabulary."""
+    made_for = (config["num_target_layers"], config["hidden_size"], config["vocab_size"])
+    if made_for != is_for:
+        raise CheckpointError(
+            f"{folder}: made for another target: layers, width and vocabulary must be {is_for}, got {made_for}"
+        )
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """SHA-256 of the drafter's tensors, which tells a checkpoint from others; raises CheckpointError."""
+    try:
+        with (folder / "model.safetensors").open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name tells."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def load_training_state(folder: Path, expected: Mapping[str, Any]) -> TrainingState:
@@ -311,7 +331,7 @@ def _write_state(folder: Path, state: TrainingState) -> None:
 
 def _remove_older(folder: Path, newest: int, keep: int | None) -> None:
     """No failure here ends a run: the new checkpoint is good whatever becomes of the old ones."""
-    found = [(int(match[1]), path) for path in folder.iterdir() if path.is_dir() and (match := _STEP.fullmatch(path.name))]
+    found = [(step, path) for path in folder.iterdir() if path.is_dir() and (step := step_of(path)) is not None]
     older = [path for step, path in sorted(found) if step < newest]
     num_kept = len(older) if keep is None else keep - 1
     for i, path in enumerate(older):
