@@ -134,7 +134,8 @@ def _answered(
     """The conversations of `inputs` with the target's own answers, which lie in a journal beside `output`."""
     asked = list(questions(inputs, report.dropped))
     made_with = {
-        "inputs": [hashlib.sha256(path.read_bytes()).hexdigest() for path in inputs],
+        "inputs": list(map(_file_digest, inputs)),
+        "answers": "from a server" if settings.server else f"here, in {target.dtype}",
         "target": settings.server_model or target.path,
         "gguf_file": target.gguf_file,
         "tokenizer_digest": tokenizer_digest(tokenizer),
@@ -147,6 +148,11 @@ def _answered(
     somebody = functools.partial(_somebody, target, tokenizer, settings, report.max_tokens)
     regenerate(asked, somebody, journal, made_with, tell)
     return regenerated(journal, made_with, report.dropped)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _somebody(
@@ -304,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--rows", type=int, default=defaults.num_rows, help="answers in progress at once (%(default)s)")
     group.add_argument("--seed", type=int, default=defaults.seed, help="of sampling here (%(default)s)")
     group.add_argument("--device", default=defaults.device, help="cpu or cuda:N (%(default)s)")
-    group.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the target (%(default)s)")
+    group.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the target (bfloat16)")
     group.add_argument("--server", help="URL of an OpenAI-compatible server that runs the target, such as http://host:8000/v1")
     group.add_argument("--server-model", help="what the server calls the target, if not as --target")
     args = parser.parse_args(argv)
@@ -314,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--temperature and --seed must be at least 0, --max-new-tokens and --rows at least 1")
     if args.server is not None and not _is_url(args.server):
         parser.error(f"--server must be a URL such as http://host:8000/v1, got {args.server}")
-    target = TargetConfig(path=args.target, gguf_file=args.gguf_file, dtype=args.dtype)
+    target = TargetConfig(path=args.target, gguf_file=args.gguf_file, dtype=args.dtype or "bfloat16")
     regeneration = Regeneration(
         temperature=args.temperature,
         max_new_tokens=args.max_new_tokens,
@@ -324,8 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         server=args.server,
         server_model=args.server_model,
     )
-    if regeneration != defaults and not args.regenerate:
-        parser.error("--temperature, --max-new-tokens, --rows, --seed, --device, --server and --server-model need --regenerate")
+    if not args.regenerate and (regeneration != defaults or args.dtype):
+        parser.error(
+            "--temperature, --max-new-tokens, --rows, --seed, --device, --dtype, --server and --server-model need --regenerate"
+        )
     try:
         report = prepare(
             args.input,

@@ -26,6 +26,7 @@ from trainer.config import TrainConfig
 from trainer.dataset import open_shards
 from trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, TrainerError, WorkerError
 from trainer.events import EventLog
+from trainer.gate import StartupGate
 from trainer.loss import LossParts, blocks_loss, drafter_loss
 from trainer.model.attention import draft_mask
 from trainer.model.draft import build_draft, forward_blocks, resolve_draft
@@ -367,6 +368,31 @@ def test_a_prefetcher_that_dies_ends_the_run(tiny_run: Any, tmp_path: Path, monk
     monkeypatch.setattr(trainer.pipeline, "batches", dying)
     last = expect_failure(tiny_run.config(drafters=2, run={"steps": 10_000}), tmp_path, "prefetch-0", error)
     assert last["step"] == 3
+
+
+def test_what_is_done_is_packed_again_before_the_gate(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def watched(*args: Any) -> Iterator[Batch]:
+        stream = batches(*args)
+        first = next(stream)
+        seen.append([event["event"] for event in events_of(tmp_path)])
+        yield from itertools.chain([first], stream)
+
+    monkeypatch.setattr(trainer.pipeline, "batches", watched)
+    monkeypatch.setattr(StartupGate, "pass_through", held_until(lambda: bool(seen), StartupGate.pass_through))
+    run(tiny_run.config(), tmp_path)
+    assert seen == [["started"]]
+
+
+def held_until(condition: Callable[[], bool], original: Callable[..., None]) -> Callable[..., None]:
+    """`pass_through` for which it is a fault that the prefetcher passes while `condition` does not hold."""
+
+    def pass_through(gate: StartupGate, party: str, *, timeout_s: float) -> None:
+        assert party != "prefetch-0" or condition()
+        original(gate, party, timeout_s=timeout_s)
+
+    return pass_through
 
 
 @pytest.fixture

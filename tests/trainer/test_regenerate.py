@@ -126,6 +126,10 @@ def test_a_journal_that_was_made_otherwise_is_refused(chats: Path, target: Path,
     capsys.readouterr()
     assert call(chats, target, "--temperature", "0.5", name="other") == 3
     assert "made otherwise: temperature was 0.0, is 0.5; remove it to begin anew" in capsys.readouterr().err
+    assert call(chats, target, "--dtype", "bfloat16", name="other") == 3
+    assert "made otherwise: answers was 'here, in float32', is 'here, in bfloat16'" in capsys.readouterr().err
+    assert call(chats, target, "--server", "http://127.0.0.1:1/v1", name="other") == 3
+    assert "made otherwise: answers was 'here, in float32', is 'from a server'" in capsys.readouterr().err
     (chats.parent / "foreign.regenerated.jsonl").write_text('{"messages": []}\n')
     assert call(chats, target, name="foreign") == 3
     assert "must hold answers of `python -m trainer.prepare`" in capsys.readouterr().err
@@ -149,9 +153,10 @@ def test_sampled_answers_differ_from_seed_to_seed_and_not_from_time_to_time(chat
 
 def test_options_that_do_nothing_are_refused(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--input", str(chats), "--output", str(chats.parent / "out"), "--target", str(target)]
-    with pytest.raises(SystemExit, match="2"):
-        prepare.main([*given, "--temperature", "1"])
-    assert "need --regenerate" in capsys.readouterr().err
+    for option in (("--temperature", "1"), ("--dtype", "float32"), ("--dtype", "bfloat16")):
+        with pytest.raises(SystemExit, match="2"):
+            prepare.main([*given, *option])
+        assert "need --regenerate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("server", ["myhost/v1", "myhost:8000/v1", "ftp://myhost/v1", "http:///v1", "http://myhost:port/v1"])
