@@ -107,7 +107,7 @@ def save_checkpoint(
     """
     final = folder / f"step-{step}"
     try:
-        sweep(folder)
+        _sweep(folder)
         with appearing_folder(final) as partial:
             _write_files(partial, staging.fetch(), staging.spec, info)
             if state is not None:
@@ -339,7 +339,7 @@ def _remove_older(folder: Path, newest: int, keep: int | None) -> None:
 
 
 def _remove(folder: Path, path: Path) -> None:
-    """Hide it first, so that a death in between leaves no half of it under its name; `sweep` finds it again."""
+    """Hide it first, so that a death in between leaves no half of it under its name; `_sweep` finds it again."""
     hidden = folder / f".{'-'.join(path.relative_to(folder).parts)}.removed"
     try:
         path.rename(hidden)
@@ -350,7 +350,7 @@ def _remove(folder: Path, path: Path) -> None:
         log.warning("%s cannot be removed: %s", path, error)
 
 
-def sweep(folder: Path) -> None:
+def _sweep(folder: Path) -> None:
     """Remove what a death has left half written or half removed, as far as that goes."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -174,3 +174,16 @@ def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(
     (checkpoint / "config.json").write_bytes((trained.checkpoint / "config.json").read_bytes())
     assert export.main(given) == 3
     assert "--target is required: " in capsys.readouterr().err
+
+
+def test_asked_to_stop_it_leaves_nothing(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copying(_source: Path, copy: Path) -> None:
+        copy.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export.shutil, "copyfile", copying)
+    assert call(trained, tmp_path / "out", "--target", str(trained.target)) == 130
+    assert capsys.readouterr().err == "stopped, nothing was written\n"
+    assert not list(tmp_path.iterdir())
