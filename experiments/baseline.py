@@ -11,6 +11,7 @@ thread, nothing captured: its speed says nothing.
 import argparse
 import contextlib
 import json
+import sys
 import tempfile
 import types
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer.batch import NO_DOCUMENT, Batch, FeatureBatch
 from trainer.checkpoint import Staging, save_checkpoint
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError, TrainerError
 from trainer.loss import blocks_loss
 from trainer.metrics import StepMetrics
 from trainer.model.draft import copy_draft
@@ -35,7 +37,10 @@ from trainer.pipeline import Loaded, load_all
 
 
 def documents_of(batch: Batch, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, loss mask, features, anchors and their validity, a document a row, those without an anchor left out."""
+    """Tokens, loss mask, features, anchors and their validity, a document a row, those without an anchor left out.
+
+    The batch has an anchor.
+    """
     rows: list[tuple[Tensor, ...]] = []
     for r, ids in enumerate(batch.doc_ids):
         for document in ids[ids != NO_DOCUMENT].unique().tolist():
@@ -73,7 +78,11 @@ def wrapped(config: TrainConfig, loaded: Loaded, device: torch.device) -> Online
 
 
 def train(config: TrainConfig, loaded: Loaded, steps: int) -> Iterator[dict[str, Any]]:
-    """The events of `steps` steps, each with as many batches as the run has drafters."""
+    """The events of `steps` steps, each with as many batches as the run has drafters; raises ConfigError for what it lacks."""
+    if config.draft.feature_noise:
+        raise ConfigError(f"SpecForge has no draft.feature_noise; it must be 0, got {config.draft.feature_noise}")
+    if config.optim.loss_labels != "tokens":
+        raise ConfigError(f"SpecForge has no other labels; optim.loss_labels must be tokens, got {config.optim.loss_labels}")
     device = torch.device(config.pipeline.target_devices[0])
     target, num_batches = loaded.targets[str(device)], len(config.pipeline.drafter_devices)
     judge = wrapped(config, loaded, device)
@@ -84,6 +93,8 @@ def train(config: TrainConfig, loaded: Loaded, steps: int) -> Iterator[dict[str,
         optimizer.zero_grad()
         sums = torch.zeros(2, device=device)
         for batch in (next(stream).to(device) for _ in range(num_batches)):
+            if not batch.anchor_valid.any():
+                continue
             tokens, mask, features, anchors, valid = documents_of(batch, target.context_features(batch, eager=True))
             judge._sample_anchor_positions = types.MethodType(lambda *_, given=(anchors, valid): given, judge)
             with precision:
@@ -124,10 +135,14 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="config.json of a run")
     parser.add_argument("--steps", type=int, help="fewer steps than the run's; its schedule stays")
     args = parser.parse_args()
-    config = TrainConfig.from_dict(json.loads(args.config.read_text(encoding="utf-8")))
-    with contextlib.suppress(BrokenPipeError):
-        for event in train(config, load_all(config), args.steps or config.run.steps):
-            print(json.dumps(event), flush=True)
+    try:
+        config = TrainConfig.from_dict(json.loads(args.config.read_text(encoding="utf-8")))
+        with contextlib.suppress(BrokenPipeError):
+            for event in train(config, load_all(config), args.steps or config.run.steps):
+                print(json.dumps(event), flush=True)
+    except TrainerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """`python -m trainer CONFIG.json`: one training run; its folder is the one that holds CONFIG.json.
 
 Writes events.jsonl and checkpoints/ there and a line an interval to stdout; those of an earlier start are moved aside, as
-events.1.jsonl and checkpoints.1, or the next number. Exit code 0: all steps are done. A user's error is
-one sentence on stderr and its own code; anything else a traceback and 1; a signal 128 + its number. The only place that exits,
-sets up logging or handles signals.
+events.1.jsonl and checkpoints.1, or the next number, where `run.resume` still finds them. Exit code 0: all steps are done. A
+user's error is one sentence on stderr and its own code; anything else a traceback and 1; a signal 128 + its number. The only
+place that exits, sets up logging or handles signals.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from trainer import events
-from trainer.config import TrainConfig
+from trainer.config import RunConfig, TrainConfig
 from trainer.errors import ConfigError, TrainerError
 
 
@@ -64,12 +65,13 @@ def main(argv: Sequence[str]) -> int:
 def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
     try:
         text = path.read_text(encoding="utf-8")
-        _set_aside(path.parent)
+        aside = _set_aside(path.parent)
         log = events.EventLog(path.parent / "events.jsonl")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
     try:
         config = _parse(path, text)
+        _follow(config.run, path.parent / "checkpoints", aside)
         from trainer import pipeline  # imports torch: seconds that a mistyped configuration need not wait for
 
         pipeline.train(config, path.parent, log, mailbox)
@@ -81,13 +83,26 @@ def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
         log.close()
 
 
-def _set_aside(folder: Path) -> None:
-    """Keep what an earlier start left, under the first number that is free for both; raises OSError."""
+def _set_aside(folder: Path) -> Path:
+    """Keep what an earlier start left, under the first number that is free for both; returns where its checkpoints are now.
+
+    Raises OSError. What a killed save has left half written goes.
+    """
+    for path in (folder / "checkpoints").glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
     left = [(folder / "events.jsonl", "events.{}.jsonl"), (folder / "checkpoints", "checkpoints.{}")]
     number = next(n for n in itertools.count(1) if not any((folder / name.format(n)).exists() for _, name in left))
     for path, name in left:
         if path.exists():
             path.rename(folder / name.format(number))
+    return folder / f"checkpoints.{number}"
+
+
+def _follow(run: RunConfig, checkpoints: Path, aside: Path) -> None:
+    """Let `run.resume` name a checkpoint of the earlier start where it is now."""
+    given = (Path(run.root) / (run.resume or "")).resolve()
+    if run.resume and given.is_relative_to(checkpoints.resolve()):
+        run.resume = str(aside.resolve() / given.relative_to(checkpoints.resolve()))
 
 
 def _parse(path: Path, text: str) -> TrainConfig:

@@ -34,6 +34,8 @@ _KEY_STEP = 128
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0)
 """Between two tries to reach a server."""
 _ANSWER_S = 3600.0
+_FAILURES = 32
+"""So many questions in a row at which a server fails are its fault, not theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,16 +229,28 @@ class _RowCache:
         return held[0][:, :, : self._num_keys], held[1][:, :, : self._num_keys]
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The server could not answer this question, which may be the question's fault or the server's."""
+
+    answer: Answer
+    error: DataError
+
+
 class ServerAnswers:
     """An OpenAI-compatible server, asked up to `num_rows` questions at once."""
 
-    def __init__(self, url: str, model: str, *, temperature: float, num_rows: int, max_new_tokens: int) -> None:
-        """`url` is what stands before `/chat/completions`."""
+    def __init__(
+        self, url: str, model: str, *, temperature: float, num_rows: int, max_new_tokens: int, works: bool = False
+    ) -> None:
+        """`url` is what stands before `/chat/completions`; `works` if the server has answered before."""
         self._url = url.rstrip("/") + "/chat/completions"
         self._request = {"model": model, "temperature": temperature, "max_tokens": max_new_tokens}
         self._todo: queue.SimpleQueue[tuple[int, Messages]] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Answer | DataError] = queue.SimpleQueue()
-        self._num_free = num_rows
+        self._done: queue.SimpleQueue[Answer | _Failure | Exception] = queue.SimpleQueue()
+        self._failures: list[_Failure] = []
+        self._works = works
+        self._num_free = self._num_rows = num_rows
         for i in range(num_rows):  # daemons: a server that hangs does not keep the process
             threading.Thread(target=self._serve, name=f"ask-{i}", daemon=True).start()
 
@@ -251,24 +265,39 @@ class ServerAnswers:
         self._todo.put((key, messages))
 
     def collect(self) -> list[Answer]:
-        """Wait for an answer."""
+        """Wait for an answer; a question at which the server fails is told once it is seen to answer others."""
+        if self._num_free == self._num_rows:  # nobody is asked any more
+            return self._told_failures()
         answer = self._done.get()
-        if isinstance(answer, DataError):
+        if isinstance(answer, Exception):
             raise answer
         self._num_free += 1
-        return [answer]
+        if isinstance(answer, _Failure):
+            self._failures.append(answer)
+            if len(self._failures) == _FAILURES:
+                raise answer.error
+            return []
+        self._works = True
+        return [answer, *self._told_failures()]
+
+    def _told_failures(self) -> list[Answer]:
+        failures, self._failures = self._failures, []
+        if failures and not self._works:
+            raise failures[-1].error
+        return [failure.answer for failure in failures]
 
     def _serve(self) -> None:
         while True:
             try:
                 self._done.put(self._ask(*self._todo.get()))
-            except DataError as error:
+            except Exception as error:  # noqa: BLE001 (raised again where it is waited for)
                 self._done.put(error)
 
-    def _ask(self, key: int, messages: Messages) -> Answer:
+    def _ask(self, key: int, messages: Messages) -> Answer | _Failure:
         body = json.dumps(self._request | {"messages": messages}).encode()
         for patience in (*_PATIENCE_S, None):
             request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+            failed = ""
             try:
                 with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
                     return self._read(key, json.load(response))
@@ -279,24 +308,37 @@ class ServerAnswers:
                 problem: Exception = error
                 if error.code < 500 and error.code != 429:
                     patience = None
+                elif error.code not in (429, 503):  # these say that it is the server that is busy or away
+                    failed = f"the server fails at it (HTTP {error.code})"
             except (OSError, http.client.HTTPException) as error:
                 problem = error
-            except (ValueError, LookupError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise DataError(f"--server {self._url}: the answer must be a chat completion: {error!r}") from None
             if patience is None:
-                raise DataError(f"--server {self._url} cannot be asked: {problem}")
+                unanswered = DataError(f"--server {self._url} cannot be asked: {problem}")
+                if failed:
+                    return _Failure(Answer(key, None, failed), unanswered)
+                raise unanswered
             time.sleep(patience)
         raise AssertionError("unreachable")
 
     def _read(self, key: int, reply: Any) -> Answer:
-        choice = reply["choices"][0]
-        num_tokens = (reply.get("usage") or {}).get("completion_tokens", 0)
-        if choice["finish_reason"] != "stop":
-            allowed = self._request["max_tokens"]
-            return Answer(key, None, f"its answer does not end within {allowed} tokens", num_tokens)
-        message = choice["message"]
-        thoughts = message.get("reasoning_content")
-        return _worded(key, (f"<think>\n{thoughts.strip()}\n</think>\n\n" if thoughts else "") + message["content"], num_tokens)
+        """`reasoning` is vLLM's field for thoughts, `reasoning_content` its old one and that of other servers."""
+        choice, usage = reply["choices"][0], reply.get("usage")
+        told = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        num_tokens = told if isinstance(told, int) else 0
+        match choice["finish_reason"]:
+            case "stop":
+                message = choice["message"]
+                thoughts, text = message.get("reasoning") or message.get("reasoning_content"), message.get("content") or ""
+                if thoughts and text:
+                    text = f"<think>\n{thoughts.strip()}\n</think>\n\n{text}"
+                return _worded(key, text, num_tokens)
+            case "length":
+                why_not = f"its answer does not end within {self._request['max_tokens']} tokens"
+            case reason:
+                why_not = f"its answer ends with finish_reason {reason!r}"
+        return Answer(key, None, why_not, num_tokens)
 
 
 def _worded(key: int, text: str, num_tokens: int) -> Answer:

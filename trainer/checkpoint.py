@@ -1,16 +1,19 @@
 """Checkpoints of the drafter in z-lab's flat layout, written so that a reader never sees half of one.
 
 `checkpoints/step-<n>/` holds config.json and model.safetensors; `checkpoints/latest` is a symbolic link to the newest. The
-newest holds `training/` too, from which a run is resumed: fp32 parameters, statistics of the optimizer, the step.
-A folder appears under its name by one rename, after everything in it has reached the disk. Written by one drafter
-thread (all drafters are equal). Embedding and head are the target's and are not in it.
+newest of an unfinished run holds `training/` too, from which it is resumed: fp32 parameters, statistics of the optimizer, the
+step. A folder appears under its name by one rename, after everything in it has reached the disk. Written by one drafter thread
+(all drafters are equal). Embedding and head are the target's and are not in it.
 
 Sources: the layout is z-lab's; the keys are what its class, transformers, SGLang and vLLM read, old spellings included.
 """
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -25,9 +28,13 @@ from torch import Tensor
 from trainer.config import TrainConfig
 from trainer.errors import CheckpointError
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, layer_windows
+from trainer.packing import ORDER
 
+log = logging.getLogger("trainer")
 _TRAINING = "training"
 """Folder inside a checkpoint."""
+_STEP = re.compile(r"step-(\d+)")
+"""Names of checkpoints; other names in their folder are somebody else's."""
 
 
 class Staging:
@@ -64,17 +71,24 @@ class TrainingState:
     tensors: Mapping[str, Tensor]
     """`DraftOptimizer.state_tensors`."""
     trained_with: Mapping[str, Any]
-    """`trained_with` of its run."""
+    """`trained_with` and `trained_for` of its run."""
 
 
 def trained_with(config: TrainConfig, data_checksum: str) -> dict[str, Any]:
-    """The values that a resumed run has to share with the run it resumes."""
-    shared = {f"draft.{key}": value for key, value in asdict(config.draft).items()}
+    """The values that a resumed run has to share with the run it resumes, as far as they are known before the target is."""
+    shared = {f"target.{key}": value for key, value in asdict(config.target).items()}
+    shared |= {f"draft.{key}": value for key, value in asdict(config.draft).items()}
     shared |= {f"batch.{key}": value for key, value in asdict(config.batch).items()}
     shared |= {f"optim.{key}": value for key, value in asdict(config.optim).items()}
     shared |= {"run.steps": config.run.steps, "run.seed": config.run.seed}
     shared |= {"number of drafters": len(config.pipeline.drafter_devices), "checksum of data.path": data_checksum}
-    return shared
+    return shared | {"the order of batches": ORDER}
+
+
+def trained_for(spec: DraftSpec, info: TargetInfo) -> dict[str, Any]:
+    """Those that the target decides: another one may lie under the old name."""
+    shared = {f"the drafter's {key}": value for key, value in asdict(spec).items()} | {"the drafter's dtype": str(spec.dtype)}
+    return shared | {"the target's num_layers": info.num_layers, "the target's vocab_size": info.vocab_size}
 
 
 def save_checkpoint(
@@ -87,20 +101,22 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step-<step>`, point `folder/latest` at it and remove what is older than the newest `keep`; returns it.
 
-    Raises CheckpointError; a failed write leaves nothing new behind. `state` goes into a folder of its own, because servers
-    read every file of tensors beside config.json, and older checkpoints lose theirs: it is six times their size.
+    Raises CheckpointError; a failed write leaves nothing new behind. What cannot be removed is told and stays. `state` goes
+    into a folder of its own, because servers read every file of tensors beside config.json, and older checkpoints lose theirs:
+    it is six times their size.
     """
     final = folder / f"step-{step}"
     try:
+        _sweep(folder)
         with appearing_folder(final) as partial:
             _write_files(partial, staging.fetch(), staging.spec, info)
             if state is not None:
                 (partial / _TRAINING).mkdir()
                 _write_state(partial / _TRAINING, state)
         _point_latest(folder, final.name)
-        _remove_older(folder, final, keep)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
+    _remove_older(folder, step, keep)
     return final
 
 
@@ -138,12 +154,7 @@ def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> Draft
     except SafetensorError as error:
         raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from None
     spec = _read_spec(config, dtype)
-    made_for = (config["num_target_layers"], config["hidden_size"], config["vocab_size"])
-    is_for = (info.num_layers, info.hidden_size, info.vocab_size)
-    if made_for != is_for:
-        raise CheckpointError(
-            f"{folder}: made for another target: layers, width and vocabulary must be {is_for}, got {made_for}"
-        )
+    check_made_for(folder, config, (info.num_layers, info.hidden_size, info.vocab_size))
     model = DraftModel(spec)
     for name, parameter in model.named_parameters():
         found = list(tensors[name].shape) if name in tensors else "nothing"
@@ -156,23 +167,54 @@ def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> Draft
     return model
 
 
+def check_made_for(folder: Path, config: Mapping[str, Any], is_for: tuple[int, int, int]) -> None:
+    """Refuse, with CheckpointError, a drafter for a target of other layers, width and vocabulary."""
+    made_for = (config["num_target_layers"], config["hidden_size"], config["vocab_size"])
+    if made_for != is_for:
+        raise CheckpointError(
+            f"{folder}: made for another target: layers, width and vocabulary must be {is_for}, got {made_for}"
+        )
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """SHA-256 of the drafter's tensors, which tells a checkpoint from others; raises CheckpointError."""
+    try:
+        with (folder / "model.safetensors").open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name tells."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
 def load_training_state(folder: Path, expected: Mapping[str, Any]) -> TrainingState:
     """What `save_checkpoint` kept in `folder`, in host memory; raises CheckpointError, also if not trained as `expected`."""
     path = folder / _TRAINING
     try:
         told = json.loads((path / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "state.safetensors")
-        step, before = told["step"], told["trained_with"]
+        step, before = told["step"], dict(told["trained_with"])
     except OSError as error:
         raise CheckpointError(
-            f"run.resume {folder}: nothing to resume from, only the newest checkpoint of a run has it: {error}"
+            f"run.resume {folder}: nothing to resume from, only the newest checkpoint of an unfinished run has it: {error}"
         ) from None
     except (ValueError, SafetensorError, LookupError, TypeError) as error:
         raise CheckpointError(f"run.resume {folder}: the training state cannot be read: {error}") from None
+    state = TrainingState(step=step, tensors=tensors, trained_with=before)
+    check_trained_as(folder, state, expected)
+    return state
+
+
+def check_trained_as(folder: Path, state: TrainingState, expected: Mapping[str, Any]) -> None:
+    """Refuse, with CheckpointError, a state from `folder` that was trained otherwise."""
     for key, value in json.loads(json.dumps(expected)).items():
-        if before.get(key) != value:
-            raise CheckpointError(f"run.resume {folder}: {key} must be what it was, {before.get(key)!r}, got {value!r}")
-    return TrainingState(step=step, tensors=tensors, trained_with=before)
+        before = state.trained_with.get(key)
+        if before != value:
+            raise CheckpointError(f"run.resume {folder}: {key} must be what it was, {before!r}, got {value!r}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -287,17 +329,31 @@ def _write_state(folder: Path, state: TrainingState) -> None:
     save_file(tensors, folder / "state.safetensors")
 
 
-def _remove_older(folder: Path, newest: Path, keep: int | None) -> None:
-    def step(path: Path) -> int:
-        return int(path.name.removeprefix("step-"))
-
-    older = sorted((path for path in folder.glob("step-*") if step(path) < step(newest)), key=step)
+def _remove_older(folder: Path, newest: int, keep: int | None) -> None:
+    """No failure here ends a run: the new checkpoint is good whatever becomes of the old ones."""
+    found = [(step, path) for path in folder.iterdir() if path.is_dir() and (step := step_of(path)) is not None]
+    older = [path for step, path in sorted(found) if step < newest]
     num_kept = len(older) if keep is None else keep - 1
-    for path in older[: len(older) - num_kept]:
-        shutil.rmtree(path)
-    for path in older:
-        if (path / _TRAINING).exists():
-            shutil.rmtree(path / _TRAINING)
+    for i, path in enumerate(older):
+        _remove(folder, path if i < len(older) - num_kept else path / _TRAINING)
+
+
+def _remove(folder: Path, path: Path) -> None:
+    """Hide it first, so that a death in between leaves no half of it under its name; `_sweep` finds it again."""
+    hidden = folder / f".{'-'.join(path.relative_to(folder).parts)}.removed"
+    try:
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a death has left half written or half removed, as far as that goes."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _point_latest(folder: Path, name: str) -> None:

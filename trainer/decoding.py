@@ -228,8 +228,8 @@ def rejection_sample(target_TV: Tensor, draft_TV: Tensor, drafted: Tensor, sampl
     num_accepted = kept.cumprod(0).sum()
     # beyond the last drafted token nothing was drafted, so the target's own distribution is what is left
     left_TV = (target_TV - F.pad(draft_TV, (0, 0, 0, 1))).clamp(min=0)
-    left_V = left_TV[num_accepted]
-    left_V = torch.where(left_V.sum() > 0, left_V, target_TV[num_accepted])  # equal but for rounding: any draw will do
+    left_V, target_V = (of_TV.index_select(0, num_accepted[None])[0] for of_TV in (left_TV, target_TV))  # does not wait
+    left_V = torch.where(left_V.sum() > 0, left_V, target_V)  # equal but for rounding: any draw will do
     return num_accepted, sampling.draw(left_V[None])[0]
 
 

@@ -44,7 +44,8 @@ class DraftParts:
     info: TargetInfo
     embedding: Tensor
     head: Tensor
-    checkpoints: Path
+    checkpoints: Path | None
+    """None: none are written."""
 
 
 class Drafter:
@@ -178,12 +179,15 @@ class Drafter:
         sums = [parameter.detach().view(torch.int32).sum() for parameter in self.model.parameters()]
         self._wiring.drafter_sum.check_equal(self._rank, torch.stack(sums))
 
-    def save(self, done: int) -> Path:
-        """Write a checkpoint; only the first drafter can."""
+    def save(self, done: int) -> Path | None:
+        """Write a checkpoint, if the run has a place for it; only the first drafter can. From the last one nobody goes on."""
         assert self._staging is not None
-        parts, keep = self._parts, self._config.run.keep_checkpoints
-        state = TrainingState(step=done, tensors=self._optimizer.state_tensors(), trained_with=parts.trained_with)
-        return save_checkpoint(parts.checkpoints, done, self._staging, parts.info, state, keep)
+        parts, run, state = self._parts, self._config.run, None
+        if parts.checkpoints is None:
+            return None
+        if done < run.steps:
+            state = TrainingState(step=done, tensors=self._optimizer.state_tensors(), trained_with=parts.trained_with)
+        return save_checkpoint(parts.checkpoints, done, self._staging, parts.info, state, run.keep_checkpoints)
 
     def _whole_step(self, slot: Slot, measured: bool) -> None:
         self._backward(slot, measured)

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import math
+import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoint import checkpoint_digest, load_checkpoint
 from trainer.config import Dtype, TargetConfig
 from trainer.conversations import prompts
 from trainer.dataset import open_shards
@@ -77,9 +78,9 @@ def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: 
                 f"{settings.prompts}: prompt {index + 1} has {len(prompt)} tokens; with --max-new-tokens "
                 f"{settings.max_new_tokens} it must be within the target's {info.max_position_embeddings} positions"
             )
-    drafter = (
-        load_checkpoint(settings.root / settings.checkpoint, info, model.dtype).to(device, model.dtype).requires_grad_(False)
-    )
+    checkpoint = (settings.root / settings.checkpoint).resolve()  # `latest` may point elsewhere soon
+    drafter = load_checkpoint(checkpoint, info, model.dtype).to(device, model.dtype).requires_grad_(False)
+    digest = checkpoint_digest(checkpoint)
     stop_ids = stop_token_ids(model, tokenizer)
 
     def answer(prompt: Sequence[int], index: int, most: int) -> Pair:
@@ -95,7 +96,7 @@ def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: 
     for index, prompt in enumerate(given):
         pairs.append(answer(prompt, index, settings.max_new_tokens))
         tell(pairs[-1])
-    return _document(settings, drafter.spec.block_size, pairs)
+    return _document(settings, digest, drafter.spec.block_size, pairs)
 
 
 def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
@@ -142,7 +143,7 @@ def by_position(responses: Sequence[Response], block_size: int) -> list[dict[str
     ]
 
 
-def _document(settings: Settings, block_size: int, pairs: Sequence[Pair]) -> dict[str, Any]:
+def _document(settings: Settings, digest: str, block_size: int, pairs: Sequence[Pair]) -> dict[str, Any]:
     drafted, plain = [pair.drafted for pair in pairs], [pair.plain for pair in pairs]
     tokens = [len(response.tokens) - 1 for response in drafted]
     verifications = [len(response.rounds) for response in drafted]
@@ -153,6 +154,7 @@ def _document(settings: Settings, block_size: int, pairs: Sequence[Pair]) -> dic
     return {
         "schema": 1,
         "checkpoint": str(settings.checkpoint),
+        "checkpoint_sha256": digest,
         "target": asdict(settings.target),
         "prompts": {"source": str(settings.prompts), "count": len(pairs)},
         "device": settings.device,
@@ -240,12 +242,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainerError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        return 130
     sys.stdout.write(json.dumps(document) + "\n")
     return 0
 
 
 def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
     """`evaluate`, told in events, its document kept."""
+    if (folder / "evaluation.json").exists():
+        raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log = EventLog(folder / "events.jsonl")
@@ -253,7 +260,7 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"--output {folder} cannot be used: {error}") from None
     log.write(STARTED, checkpoint=str(settings.checkpoint), prompts=str(settings.prompts))
     try:
-        document = evaluate(settings, lambda pair: log.write(PROMPT, **_told(pair)))
+        document = evaluate(settings, lambda pair: log.write(PROMPT, **_told(pair, settings)))
         partial = folder / ".evaluation.json.partial"
         partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         partial.replace(folder / "evaluation.json")
@@ -262,22 +269,34 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"--output {folder} cannot be used: {error}") from None
     except BaseException as error:
         with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
-            log.write(FAILED, error=f"{error}")
+            log.write(FAILED, error=_sentence(error))
         raise
     finally:
         log.close()
     return document
 
 
-def _told(pair: Pair) -> dict[str, Any]:
+def _sentence(error: BaseException) -> str:
+    match error:
+        case TrainerError():
+            return str(error)
+        case KeyboardInterrupt():
+            return "stopped by SIGINT"
+        case SystemExit():
+            return "stopped by SIGTERM"
+    return f"{type(error).__name__}: {error}"
+
+
+def _told(pair: Pair, settings: Settings) -> dict[str, Any]:
     return {
         "tokens": len(pair.drafted.tokens),
         "verifications": len(pair.drafted.rounds),
         "plain_s": pair.plain.decode_s,
         "speculative_s": pair.drafted.decode_s,
-        "equal_to_plain": pair.plain.tokens == pair.drafted.tokens,
+        "equal_to_plain": pair.plain.tokens == pair.drafted.tokens if settings.temperature <= 0 else None,
     }
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # an exit is told, a death is not
     sys.exit(main())

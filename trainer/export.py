@@ -2,8 +2,8 @@
 
 `--format flat` is z-lab's layout, which a checkpoint already has; `--format speculators` is that of vllm-project/speculators.
 Both get a model card, README.md: what the drafter was trained on, how, and what was measured. The card takes what it says from
-the run's config.json and events.jsonl, from the shards' meta.json and from evaluations that are named; what is not there it
-leaves out. The output folder appears whole or not at all.
+the run's config.json and its events up to the checkpoint's step, from the shards' meta.json and from evaluations of this very
+checkpoint that are named; what is not there it leaves out. The output folder appears whole or not at all.
 
 Sources: the keys are those that vllm-project/speculators 0.9 writes and reads.
 """
@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +20,9 @@ from typing import Any, Literal
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trainer.checkpoint import appearing_folder, read_config
-from trainer.config import TargetConfig
+from trainer.checkpoint import appearing_folder, check_made_for, checkpoint_digest, read_config, step_of
+from trainer.config import TargetConfig, TrainConfig
+from trainer.dataset import FORMAT
 from trainer.errors import CheckpointError, ConfigError, TrainerError
 from trainer.events import STEP, VALIDATION, parse_line
 from trainer.model.target import load_config
@@ -37,17 +39,20 @@ def export(
     if output.exists():
         raise ConfigError(f"{output} exists already; remove it or choose another --output")
     checkpoint = checkpoint.resolve()
-    run = _read_json(checkpoint.parent.parent / "config.json")
+    run = _read_run(checkpoint)
     config = read_config(checkpoint)
     target, root = (target, Path()) if target else _target_of(run, checkpoint)
-    target_type = load_config(target, root).model_type
-    measured = [_read_evaluation(path) for path in evaluations]
+    found = load_config(target, root)
+    check_made_for(checkpoint, config, (found.num_hidden_layers, found.hidden_size, found.vocab_size))
+    digest = checkpoint_digest(checkpoint)
+    measured = [_read_evaluation(path, digest) for path in evaluations]
     if kind == "speculators":
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target_type]
+        architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]
         written = speculators_config(config, target.path, architecture)
     else:
         written = config
-    card = model_card(kind, config, target.path, run, _read_meta(run), _read_events(checkpoint), measured)
+    told = _read_events(checkpoint) if run else []
+    card = model_card(kind, config, _public(target.path), run, _read_meta(run), told, measured)
     with _sentences(output), appearing_folder(output) as folder:
         shutil.copyfile(checkpoint / "model.safetensors", folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
@@ -89,7 +94,7 @@ def model_card(
     kind: Format,
     config: dict[str, Any],
     target: str,
-    run: dict[str, Any] | None,
+    run: TrainConfig | None,
     data: dict[str, Any] | None,
     told: Sequence[dict[str, Any]],
     evaluations: Sequence[dict[str, Any]],
@@ -122,10 +127,13 @@ def _data_lines(data: dict[str, Any] | None) -> list[str]:
     return [*lines, f"- dropped: {sum(data.get('dropped', {}).values())}; at most {data.get('max_tokens')} tokens each"]
 
 
-def _recipe_lines(run: dict[str, Any] | None) -> list[str]:
+def _recipe_lines(run: TrainConfig | None) -> list[str]:
+    """Without the folders of the machine that it ran on."""
     if run is None:
         return []
-    return ["```json", json.dumps({key: run[key] for key in ("draft", "batch", "optim", "run")}, indent=2), "```"]
+    told = {key: value for key, value in run.to_dict().items() if key in ("draft", "batch", "optim", "run")}
+    told["run"] = {key: value for key, value in told["run"].items() if key not in ("root", "resume")}
+    return ["```json", json.dumps(told, indent=2), "```"]
 
 
 def _number_lines(told: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> list[str]:
@@ -154,10 +162,23 @@ def _evaluation_line(document: dict[str, Any]) -> str:
     )
 
 
-def _target_of(run: dict[str, Any] | None, checkpoint: Path) -> tuple[TargetConfig, Path]:
+def _public(target: str) -> str:
+    """A hub id or a folder's name: where a machine keeps its models is nobody's business."""
+    return Path(target).name if Path(target).is_absolute() else target
+
+
+def _target_of(run: TrainConfig | None, checkpoint: Path) -> tuple[TargetConfig, Path]:
     if run is None:
         raise ConfigError(f"--target is required: {checkpoint} does not lie in a run's folder, whose config.json would name it")
-    return TargetConfig(**run["target"]), Path(run["run"]["root"])
+    return run.target, Path(run.run.root)
+
+
+def _read_run(checkpoint: Path) -> TrainConfig | None:
+    """The run's configuration; None where the folder around is no run's."""
+    try:
+        return TrainConfig.from_dict(_read_json(checkpoint.parent.parent / "config.json"))
+    except ConfigError:
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
@@ -169,22 +190,30 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _read_meta(run: dict[str, Any] | None) -> dict[str, Any] | None:
-    return _read_json(Path(run["run"]["root"]) / run["data"]["path"] / "meta.json") if run else None
+def _read_meta(run: TrainConfig | None) -> dict[str, Any] | None:
+    meta = _read_json(Path(run.run.root) / run.data.path / "meta.json") if run else None
+    return meta if meta and meta.get("format") == FORMAT else None
 
 
 def _read_events(checkpoint: Path) -> list[dict[str, Any]]:
+    """What was measured in the run up to the checkpoint's step; nothing if its name does not tell it."""
+    last = step_of(checkpoint)
+    if last is None:
+        return []
     try:
         lines = (checkpoint.parent.parent / "events.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    return [event for event in map(parse_line, lines) if event is not None]
+    measured = [event for event in map(parse_line, lines) if event is not None and event["event"] in (STEP, VALIDATION)]
+    return [event for event in measured if event["step"] <= last]
 
 
-def _read_evaluation(path: Path) -> dict[str, Any]:
+def _read_evaluation(path: Path, digest: str) -> dict[str, Any]:
     document = _read_json(path)
     if document is None or "acceptance_length" not in document:
         raise ConfigError(f"--evaluation {path} must be a document of `python -m trainer.evaluate`")
+    if document.get("checkpoint_sha256") != digest:
+        raise ConfigError(f"--evaluation {path} must be of this checkpoint, got one of {document.get('checkpoint')}")
     return document
 
 
@@ -212,9 +241,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainerError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped, nothing was written\n")
+        return 130
     sys.stdout.write(f"wrote {args.output}\n")
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # an exit cleans up, a death does not
     sys.exit(main())

@@ -18,6 +18,8 @@ from trainer.batch import NO_DOCUMENT, Batch
 from trainer.config import TrainConfig
 from trainer.dataset import Shards
 
+ORDER = 1
+"""Counts the changes to what is in a batch, which a resumed run has to share: order, anchors and noise of one seed."""
 _WINDOW_ROWS = 256
 """Rows that are packed together; more waste less and mix the order less."""
 _ORDER, _ANCHORS, _NOISE = 0, 1, 2

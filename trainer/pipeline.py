@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint import TrainingState, load_training_state, trained_with
+from trainer.checkpoint import TrainingState, check_trained_as, load_training_state, trained_for, trained_with
 from trainer.config import TrainConfig
 from trainer.dataset import Shards, check_fits, open_shards
 from trainer.drafter import Drafter, DraftParts
-from trainer.errors import CheckpointError, ConfigError, TrainerError, WorkerError
+from trainer.errors import ConfigError, TrainerError, WorkerError
 from trainer.events import EventLog
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, build_draft, resolve_draft
 from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id, tokenizer_digest
@@ -83,12 +83,12 @@ class Loaded:
 
 def train(
     config: TrainConfig,
-    folder: Path,
+    folder: Path | None,
     event_log: EventLog,
     mailbox: Mailbox | None = None,
     load: Callable[[TrainConfig], Loaded] | None = None,
 ) -> None:
-    """Train as `config` says and write checkpoints below `folder`; the events end with `finished` or `failed`.
+    """Train as `config` says and write checkpoints below `folder`, if one is given; the events end with `finished` or `failed`.
 
     Raises the first cause of a failure. Then workers that hang may still be alive: the caller has to end the process. An
     exception that anybody puts into `mailbox` stops the run and is raised. `load` replaces the reading of target and data.
@@ -104,7 +104,7 @@ def train(
         first_step = loaded.resumed.step if loaded.resumed else 0
         wiring = wire(config, on_open=lambda: _open(crew, reporter, wiring, loaded), first_step=first_step)
         crew.on_abort = wiring.abort
-        _start(crew, wiring, loaded, folder / "checkpoints")
+        _start(crew, wiring, loaded, folder / "checkpoints" if folder else None)
         for message in crew.messages(STALL_S):
             _report(reporter, message)
         reporter.finished()
@@ -152,7 +152,9 @@ def load_all(config: TrainConfig) -> Loaded:
     root = Path(config.run.root)
     shards = open_shards(root / config.data.path, "train")
     held_out = open_shards(root / config.data.path, "held_out") if config.run.validate_every else None
-    resumed = _resumed(config, shards) if config.run.resume else None
+    resumed = None
+    if config.run.resume:
+        resumed = load_training_state(_resume_folder(config), trained_with(config, shards.checksum))
     tokenizer = load_tokenizer(config.target, root)
     targets = {
         device: load_target(
@@ -162,6 +164,8 @@ def load_all(config: TrainConfig) -> Loaded:
     }
     target = next(iter(targets.values()))
     spec = resolve_draft(config.draft, target.info, resolve_mask_token_id(config.draft, tokenizer, target.info))
+    if resumed is not None:
+        check_trained_as(_resume_folder(config), resumed, trained_for(spec, target.info))
     for split in filter(None, (shards, held_out)):
         check_fits(
             split,
@@ -175,12 +179,8 @@ def load_all(config: TrainConfig) -> Loaded:
     return Loaded(shards=shards, held_out=held_out, targets=targets, initial=initial, ends=ends, resumed=resumed)
 
 
-def _resumed(config: TrainConfig, shards: Shards) -> TrainingState:
-    folder = Path(config.run.root) / str(config.run.resume)
-    state = load_training_state(folder, trained_with(config, shards.checksum))
-    if state.step == config.run.steps:
-        raise CheckpointError(f"run.resume {folder}: all {state.step} steps are done")
-    return state
+def _resume_folder(config: TrainConfig) -> Path:
+    return Path(config.run.root) / str(config.run.resume)
 
 
 def ends_by_device(target: TargetModel, config: TrainConfig, spec: DraftSpec) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -188,7 +188,7 @@ def ends_by_device(target: TargetModel, config: TrainConfig, spec: DraftSpec) ->
     return {d: target.ends(torch.device(d), spec.dtype) for d in dict.fromkeys(config.pipeline.drafter_devices)}
 
 
-def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> None:
+def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path | None) -> None:
     pipeline = wiring.config.pipeline
     source = batches(loaded.shards, wiring.config, wiring.first_step * len(pipeline.drafter_devices))
     held_out = functools.partial(batches, loaded.held_out, wiring.config) if loaded.held_out else None
@@ -201,7 +201,7 @@ def _start(crew: "_Crew", wiring: Wiring, loaded: Loaded, checkpoints: Path) -> 
         parts = DraftParts(
             initial=loaded.initial,
             resumed=loaded.resumed,
-            trained_with=trained_with(wiring.config, loaded.shards.checksum),
+            trained_with=trained_with(wiring.config, loaded.shards.checksum) | trained_for(loaded.spec, loaded.info),
             info=loaded.info,
             embedding=embedding,
             head=head,

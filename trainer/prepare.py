@@ -14,6 +14,7 @@ people's. What is answered is kept in OUTPUT.regenerated.jsonl, and the same com
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ import shutil
 import signal
 import sys
 import time
+import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -132,7 +134,8 @@ def _answered(
     """The conversations of `inputs` with the target's own answers, which lie in a journal beside `output`."""
     asked = list(questions(inputs, report.dropped))
     made_with = {
-        "inputs": [hashlib.sha256(path.read_bytes()).hexdigest() for path in inputs],
+        "inputs": list(map(_file_digest, inputs)),
+        "answers": "from a server" if settings.server else f"here, in {target.dtype}",
         "target": settings.server_model or target.path,
         "gguf_file": target.gguf_file,
         "tokenizer_digest": tokenizer_digest(tokenizer),
@@ -142,12 +145,23 @@ def _answered(
         "seed": settings.seed,
     }
     journal = output.with_name(f"{output.name}.regenerated.jsonl")
-    regenerate(asked, lambda: _somebody(target, tokenizer, settings, report.max_tokens), journal, made_with, tell)
+    somebody = functools.partial(_somebody, target, tokenizer, settings, report.max_tokens)
+    regenerate(asked, somebody, journal, made_with, tell)
     return regenerated(journal, made_with, report.dropped)
 
 
-def _somebody(target: TargetConfig, tokenizer: PreTrainedTokenizerBase, settings: Regeneration, max_tokens: int) -> Answers:
-    """Who answers: a server, or the target in this process."""
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _somebody(
+    target: TargetConfig, tokenizer: PreTrainedTokenizerBase, settings: Regeneration, max_tokens: int, num_known: int
+) -> Answers:
+    """Who answers when `num_known` conversations have been: a server, or the target in this process.
+
+    The sampling of a later start has a seed of its own: the same again would answer other questions by the same draws.
+    """
     if settings.server is not None:
         return ServerAnswers(
             settings.server,
@@ -155,13 +169,15 @@ def _somebody(target: TargetConfig, tokenizer: PreTrainedTokenizerBase, settings
             temperature=settings.temperature,
             num_rows=settings.num_rows,
             max_new_tokens=settings.max_new_tokens,
+            works=num_known > 0,
         )
     device = usable_device(settings.device)
     model = load_causal_lm(target, Path(), device)
     window = getattr(model.config, "sliding_window", None)
     if window is not None and window < max_tokens:
         raise DataError(f"{target.path}: --max-tokens must be within the target's sliding window of {window}, got {max_tokens}")
-    sampling = Sampling(settings.temperature, torch.Generator(device).manual_seed(settings.seed))
+    seed = int(np.random.SeedSequence([settings.seed, num_known]).generate_state(1, np.uint64)[0])
+    sampling = Sampling(settings.temperature, torch.Generator(device).manual_seed(seed))
     return LocalAnswers(
         model,
         tokenizer,
@@ -294,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--rows", type=int, default=defaults.num_rows, help="answers in progress at once (%(default)s)")
     group.add_argument("--seed", type=int, default=defaults.seed, help="of sampling here (%(default)s)")
     group.add_argument("--device", default=defaults.device, help="cpu or cuda:N (%(default)s)")
-    group.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the target (%(default)s)")
+    group.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the target (bfloat16)")
     group.add_argument("--server", help="URL of an OpenAI-compatible server that runs the target, such as http://host:8000/v1")
     group.add_argument("--server-model", help="what the server calls the target, if not as --target")
     args = parser.parse_args(argv)
@@ -302,7 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--max-tokens must be at least 1 and --held-out 0..1, 1 excluded")
     if args.temperature < 0 or args.seed < 0 or args.max_new_tokens < 1 or args.rows < 1:
         parser.error("--temperature and --seed must be at least 0, --max-new-tokens and --rows at least 1")
-    target = TargetConfig(path=args.target, gguf_file=args.gguf_file, dtype=args.dtype)
+    if args.server is not None and not _is_url(args.server):
+        parser.error(f"--server must be a URL such as http://host:8000/v1, got {args.server}")
+    target = TargetConfig(path=args.target, gguf_file=args.gguf_file, dtype=args.dtype or "bfloat16")
     regeneration = Regeneration(
         temperature=args.temperature,
         max_new_tokens=args.max_new_tokens,
@@ -312,8 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         server=args.server,
         server_model=args.server_model,
     )
-    if regeneration != defaults and not args.regenerate:
-        parser.error("--temperature, --max-new-tokens, --rows, --seed, --device, --server and --server-model need --regenerate")
+    if not args.regenerate and (regeneration != defaults or args.dtype):
+        parser.error(
+            "--temperature, --max-new-tokens, --rows, --seed, --device, --dtype, --server and --server-model need --regenerate"
+        )
     try:
         report = prepare(
             args.input,
@@ -333,6 +353,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     sys.stdout.write(f"{report}wrote {args.output}\n")
     return 0
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class _Ticker:

@@ -101,7 +101,8 @@ class Proof:
 def draft_flop(config: TrainConfig, spec: DraftSpec, vocab_size: int) -> float:
     """FLOP of a drafter's step on one batch, padding counted, the scores of attention (a few per cent) not.
 
-    Forward 2 and backward 4 a weight and token; the features and the frozen head need half a backward.
+    Forward 2 and backward 4 a weight and token; the features and the frozen head need half a backward. Labels from the target's
+    logits take the head once more.
     """
     context = config.token_budget
     queries = config.batch.rows * config.draft.num_anchors * spec.block_size
@@ -109,15 +110,16 @@ def draft_flop(config: TrainConfig, spec: DraftSpec, vocab_size: int) -> float:
     attention = spec.num_attention_heads * spec.head_dim
     layer = (context + queries) * 2 * width * kv + 2 * queries * width * attention
     layer += 3 * queries * width * spec.intermediate_size
-    head = 4 * queries * (1 - 1 / spec.block_size) * width * vocab_size
+    head = (6 if config.optim.loss_labels == "logits" else 4) * queries * (1 - 1 / spec.block_size) * width * vocab_size
     return 4 * context * len(spec.target_layer_ids) * width**2 + 6 * spec.num_layers * layer + head
 
 
 def target_flop(config: TrainConfig, spec: DraftSpec, info: TargetInfo) -> float:
-    """FLOP of the target's forward on one batch, up to the last tapped layer, scores of attention not counted."""
+    """FLOP of the target's forward on one batch, up to the last layer that is run, scores of attention not counted."""
     attention, kv = info.num_attention_heads * info.head_dim, info.num_key_value_heads * info.head_dim
     layer = 2 * info.hidden_size * (2 * attention + 2 * kv + 3 * info.intermediate_size)
-    return float(config.token_budget * (spec.target_layer_ids[-1] + 1) * layer)
+    num_layers = info.num_layers if config.optim.loss_labels == "logits" else spec.target_layer_ids[-1] + 1
+    return float(config.token_budget * num_layers * layer)
 
 
 def waits(wiring: Wiring) -> dict[str, dict[str, float]]:

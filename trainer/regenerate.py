@@ -7,6 +7,7 @@ conversation a line, with the number that it has in the input; one whose line wa
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import time
@@ -56,21 +57,22 @@ class Progress:
 
 def regenerate(
     questions: Sequence[Messages],
-    answers: Callable[[], Answers],
+    answers: Callable[[int], Answers],
     journal: Path,
     made_with: dict[str, Any],
     tell: Callable[[Progress], object] = lambda _progress: None,
 ) -> None:
     """Have all `questions` (chats without answers) answered into `journal`; raises DataError.
 
-    `answers` is only called if something is left to be asked. A journal that was `made_with` something else is refused.
+    `answers` is only called if something is left to be asked, with how many conversations are answered already. A journal that
+    was `made_with` something else is refused.
     """
     with _sentences(journal), _locked(journal) as file:
-        known = _read(journal, made_with)
+        known = _scan(journal, made_with)
         left = deque(i for i in range(len(questions)) if i not in known)
         if not left:
             return
-        somebody = answers()
+        somebody = answers(len(known))
         start, done, tokens = time.monotonic(), 0, 0
         chats: dict[int, Messages] = {}
         again: deque[int] = deque()
@@ -99,12 +101,15 @@ def regenerate(
 
 def regenerated(journal: Path, made_with: dict[str, Any], dropped: Counter[str]) -> Iterator[Messages]:
     """The conversations of a journal in the order of its questions; those without any answer are counted by reason."""
-    known = _read(journal, made_with)
-    for key in sorted(known):
-        if known[key]["messages"]:
-            yield known[key]["messages"]
-        else:
-            dropped[known[key]["why_not"]] += 1
+    known = _scan(journal, made_with)
+    with _sentences(journal), journal.open("rb") as file:
+        for key in sorted(known):
+            file.seek(known[key])
+            line = json.loads(file.readline())
+            if line["messages"]:
+                yield line["messages"]
+            else:
+                dropped[line["why_not"]] += 1
 
 
 @contextlib.contextmanager
@@ -142,22 +147,23 @@ def _line(key: int, chat: Messages, why_not: str) -> dict[str, Any]:
     return {"index": key, "messages": chat, "why_not": why_not}
 
 
-def _read(journal: Path, made_with: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Conversations by number; what a kill has torn off is cut from the file."""
-    if not journal.exists():
-        return {}
-    with _sentences(journal):
-        data = journal.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            with journal.open("r+b") as file:
-                file.truncate(len(whole))
-    try:
-        head, *lines = map(json.loads, whole.splitlines()) if whole else ({"made_with": made_with},)
-        before = head["made_with"]
-        known = {line["index"]: line for line in lines}
-    except (ValueError, LookupError, TypeError):
-        raise DataError(f"{journal} must hold answers of `python -m trainer.prepare`; remove it to begin anew") from None
+def _scan(journal: Path, made_with: dict[str, Any]) -> dict[int, int]:
+    """Where the line of each conversation begins, by number; what a kill has torn off is cut from the file."""
+    known: dict[int, int] = {}
+    before, end = made_with, 0
+    with _sentences(journal), contextlib.suppress(FileNotFoundError), journal.open("rb") as file:
+        try:
+            for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
+                told = json.loads(line)
+                if end == 0:
+                    before = dict(told["made_with"])
+                else:
+                    known[told["index"]] = end
+                end += len(line)
+        except (ValueError, LookupError, TypeError):
+            raise DataError(f"{journal} must hold answers of `python -m trainer.prepare`; remove it to begin anew") from None
+        if end < os.fstat(file.fileno()).st_size:
+            os.truncate(journal, end)
     different = [key for key in made_with if before.get(key) != made_with[key]]
     if different:
         key = different[0]

@@ -33,7 +33,7 @@ OVERDUE_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """How much has been done since the gate opened."""
+    """How much has been done since the gate opened; not by the run that this one goes on from."""
 
     steps: int = 0
     context_tokens: int = 0
@@ -115,7 +115,7 @@ class Reporter:
 
     def heartbeat(self, step: int | None, idle_s: float) -> None:
         """The run is alive; `idle_s` seconds ago a worker moved last, which is overdue when steps used to take far less."""
-        done = self._counts.steps - self._wiring.first_step if self._wiring and self._counts.steps else 0
+        done = self._counts.steps
         typical = (self._since - self._opened) / done if self._opened and done else None
         overdue = typical is not None and idle_s > max(OVERDUE_S, OVERDUE_STEPS * typical)
         self._events.write(events.HEARTBEAT, step=step, idle_s=round(idle_s, 3), overdue=overdue)
@@ -134,13 +134,15 @@ class Reporter:
         context_tokens = sum(report.context_tokens for report in reports)
         seconds = time.monotonic() - self._since
         self._loss = totals.loss
+        assert self._wiring is not None
+        step, before = reports[0].step, self._counts
         self._counts = _Counts(
-            reports[0].step, self._counts.context_tokens + context_tokens, self._counts.draft_tokens + totals.draft_tokens
+            step - self._wiring.first_step, before.context_tokens + context_tokens, before.draft_tokens + totals.draft_tokens
         )
         rate = context_tokens / seconds
         self._events.write(
             events.STEP,
-            step=self._counts.steps,
+            step=step,
             loss=totals.loss,
             accuracy=totals.accuracy,
             acceptance_length=totals.acceptance_length,
@@ -150,7 +152,7 @@ class Reporter:
             draft_tokens_per_s=totals.draft_tokens / seconds,
             **self._flow(seconds),
         )
-        log.info(step_line(self._counts.steps, self._config.run.steps, totals, reports[0].lr, rate))
+        log.info(step_line(step, self._config.run.steps, totals, reports[0].lr, rate))
         self._since += seconds
         self._lines += 1
         if self._lines == 1:
@@ -208,6 +210,7 @@ class Reporter:
         seconds = time.monotonic() - self._begin
         self._events.write(
             events.FINISHED,
+            step=self._config.run.steps,
             steps=self._counts.steps,
             loss=self._loss,
             seconds=round(seconds, 3),

@@ -56,7 +56,7 @@ def _train(config: TrainConfig, loaded: pipeline.Loaded) -> list[dict[str, Any]]
     with tempfile.TemporaryDirectory() as folder:
         log = events.EventLog(Path(folder) / "events.jsonl")
         try:
-            pipeline.train(config, Path(folder), log, load=lambda _config: loaded)
+            pipeline.train(config, None, log, load=lambda _config: loaded)
         finally:
             log.close()
         return [json.loads(line) for line in (Path(folder) / "events.jsonl").read_text().splitlines()]

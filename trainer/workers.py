@@ -28,6 +28,7 @@ def batch_prefetcher(
     """BatchPrefetcher: deal the run's batches out to the targets, in turn; those `held_out` go to target 0 for drafter 0."""
     config, outs = wiring.config, wiring.batches
     num_drafters = len(config.pipeline.drafter_devices)
+    first = next(source)  # before the gate, for a run that goes on packs again what was done
     wiring.captured.pass_through(worker.name, timeout_s=STALL_S)
     blank = blank_batch(config)
     for index in range(wiring.dry_batches):
@@ -35,11 +36,12 @@ def batch_prefetcher(
     wiring.gate.pass_through(worker.name, timeout_s=STALL_S)
     for index in range(wiring.first_step * num_drafters, config.run.steps * num_drafters):
         worker.step = index // num_drafters + 1
-        outs[index % len(outs)].send(next(source), timeout_s=STALL_S)
+        batch = first if index == wiring.first_step * num_drafters else next(source)
+        outs[index % len(outs)].send(batch, timeout_s=STALL_S)
         done, rest = divmod(index + 1, num_drafters)
         if held_out is not None and rest == 0 and config.validates_after(done):
-            for batch in itertools.islice(held_out(), config.run.validate_batches):
-                outs[0].send(dataclasses.replace(batch, held_out=True), timeout_s=STALL_S)
+            for look in itertools.islice(held_out(), config.run.validate_batches):
+                outs[0].send(dataclasses.replace(look, held_out=True), timeout_s=STALL_S)
     for out in outs:
         out.close()
 
@@ -92,6 +94,6 @@ def drafter_train_loop(worker: Worker, wiring: Wiring, rank: int, make: Callable
             worker.mailbox.put(drafter.validate(done))
         if last or done % run.checkpoint_every == 0:
             drafter.check_equal()
-            if rank == 0:
-                worker.mailbox.put(Saved(done, drafter.save(done)))
+            if rank == 0 and (path := drafter.save(done)) is not None:
+                worker.mailbox.put(Saved(done, path))
     wiring.drafter_sum.disconnect(rank)

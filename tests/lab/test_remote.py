@@ -405,7 +405,7 @@ def test_the_real_trainer_trains_inside_the_container(far, lab, ct, tiny_run) ->
     state = far("status", "--json").document
     assert (state["state"], state["exit_code"], state["step"], state["last_event"]) == ("exited", 0, 2, "finished")
     checkpoint = ct.path("/workspace/my runs/runs/tiny-1/checkpoints/step-2")
-    assert {path.name for path in checkpoint.iterdir()} == {"config.json", "model.safetensors", "training"}
+    assert {path.name for path in checkpoint.iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_programs_in_usr_local_are_found(far, lab, ct) -> None:

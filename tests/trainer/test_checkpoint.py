@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import json
 import os
@@ -9,7 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import trainer.checkpoint
-from trainer.checkpoint import Staging, TrainingState, load_training_state, save_checkpoint, trained_with
+from trainer.checkpoint import (
+    Staging,
+    TrainingState,
+    check_trained_as,
+    load_training_state,
+    save_checkpoint,
+    trained_for,
+    trained_with,
+)
 from trainer.config import TrainConfig
 from trainer.errors import CheckpointError
 from trainer.optim import DraftOptimizer
@@ -199,6 +208,38 @@ def test_the_newest_are_kept_and_the_newest_alone_is_resumed_from(model, target_
             load_training_state(tmp_path / "step-10", {})
 
 
+def test_what_others_put_beside_the_checkpoints_stays_and_ends_no_run(model, target_info, tmp_path):
+    (tmp_path / "step-1-good").mkdir()
+    (tmp_path / "step-").write_text("mine")
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, Staging(model), target_info, None, 1)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-", "step-1-good", "step-3"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run_and_is_told(model, target_info, tmp_path, monkeypatch, caplog):
+    save_checkpoint(tmp_path, 1, Staging(model), target_info)
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.checkpoint.shutil, "rmtree", lambda path, **more: more or refuse(path))
+        save_checkpoint(tmp_path, 2, Staging(model), target_info, None, 1)
+    assert os.readlink(tmp_path / "latest") == "step-2"
+    assert "step-1 cannot be removed: " in caplog.text
+    assert not (tmp_path / "step-1").exists(), "half of a checkpoint has no checkpoint's name"
+    save_checkpoint(tmp_path, 3, Staging(model), target_info, None, 1)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-3"]
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next(model, target_info, tmp_path):
+    for name in (".step-4.partial", ".step-2.removed", ".step-2-training.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    save_checkpoint(tmp_path, 6, Staging(model), target_info)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-6"]
+
+
 def test_a_disk_that_is_really_full_leaves_the_last_good_one(make_spec, make_drafter, target_info, tmpfs):
     model = make_drafter(make_spec())
     optimizer = DraftOptimizer(model, CONFIG)
@@ -218,6 +259,7 @@ def test_a_disk_that_is_really_full_leaves_the_last_good_one(make_spec, make_dra
         ("draft", {"block_size": 8}, "d1", "draft.block_size must be what it was, 16, got 8"),
         ("optim", {"lr": 0.02}, "d1", "optim.lr must be what it was, 0.01, got 0.02"),
         ("run", {"steps": 9}, "d1", "run.steps must be what it was, 6, got 9"),
+        ("target", {"dtype": "float32"}, "d1", "target.dtype must be what it was, 'bfloat16', got 'float32'"),
         ("run", {}, "d2", "checksum of data.path must be what it was, 'd1', got 'd2'"),
         ("pipeline", {"drafter_devices": ["cpu", "cpu"]}, "d1", "number of drafters must be what it was, 1, got 2"),
     ],
@@ -229,6 +271,28 @@ def test_what_was_trained_otherwise_is_not_gone_on_with(model, target_info, tmp_
     with pytest.raises(CheckpointError) as caught:
         load_training_state(folder, trained_with(TrainConfig.from_dict(given), checksum))
     assert str(caught.value) == f"run.resume {folder}: {sentence}"
+
+
+def test_another_order_of_batches_is_not_gone_on_with(model, target_info, tmp_path, monkeypatch):
+    folder = save_checkpoint(tmp_path, 1, Staging(model), target_info, state_of(DraftOptimizer(model, CONFIG), 1))
+    monkeypatch.setattr(trainer.checkpoint, "ORDER", trainer.checkpoint.ORDER + 1)
+    with pytest.raises(CheckpointError, match="the order of batches must be what it was, "):
+        load_training_state(folder, trained_with(CONFIG, "d1"))
+
+
+def test_another_target_under_the_old_name_is_not_gone_on_with(model, target_info, tmp_path):
+    state = state_of(DraftOptimizer(model, CONFIG), 1)
+    told = {**state.trained_with, **trained_for(model.spec, target_info)}
+    folder = save_checkpoint(tmp_path, 1, Staging(model), target_info, dataclasses.replace(state, trained_with=told))
+    state = load_training_state(folder, trained_with(CONFIG, "d1"))
+    check_trained_as(folder, state, trained_for(model.spec, target_info))
+    for spec, info, sentence in (
+        (dataclasses.replace(model.spec, mask_token_id=62), target_info, "the drafter's mask_token_id .* 63, got 62"),
+        (dataclasses.replace(model.spec, target_layer_ids=(1, 3, 4)), target_info, "the drafter's target_layer_ids"),
+        (model.spec, dataclasses.replace(target_info, num_layers=9), "the target's num_layers must be what it was, 8, got 9"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            check_trained_as(folder, state, trained_for(spec, info))
 
 
 def test_a_damaged_training_state_is_one_sentence(model, target_info, tmp_path):

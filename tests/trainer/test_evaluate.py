@@ -1,5 +1,9 @@
 import json
 import math
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from trainer import evaluate
+from trainer.checkpoint import checkpoint_digest
 from trainer.decoding import Response, Round
 from trainer.evaluate import by_position, ratio_interval, read_prompts
 
@@ -56,6 +61,39 @@ def test_prompts_come_as_texts_records_and_chats_and_bf16_and_sampling_run_too(
     told = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in told] == ["started", "prompt", "prompt", "finished"]
     assert told[-1]["acceptance_length"] == document["acceptance_length"]
+    assert told[1]["equal_to_plain"] is None, "sampled answers need not be equal"
+    assert document["checkpoint_sha256"] == checkpoint_digest(trained.checkpoint)
+    assert evaluate.main(arguments(trained, words, *sampled)) == 3
+    assert "has an evaluation.json already; remove it or choose another --output" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == document
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"), [(signal.SIGINT, 130, "stopped by SIGINT"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
+)
+def test_a_signal_ends_it_without_a_traceback_and_is_told(
+    trained: Any, tmp_path: Path, number: int, code: int, told: str
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"w1 w2 w3"\n' * 5000)
+    command = [sys.executable, "-m", "trainer.evaluate", *arguments(trained, prompts, "--output", str(tmp_path / "out"))]
+    events = tmp_path / "out" / "events.jsonl"
+    # a test run in the background of a script inherits an ignored SIGINT, and so would its children
+    with subprocess.Popen(["env", "--default-signal=INT", *command], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            moment = threading.Event()
+            while not (events.exists() and '"event": "prompt"' in events.read_text()):
+                assert process.poll() is None, process.communicate()[1]
+                moment.wait(0.05)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == code
+    assert "Traceback" not in err
+    last = json.loads(events.read_text().splitlines()[-1])
+    assert (last["event"], last["error"]) == ("failed", told)
+    assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
 def test_a_prompt_is_what_stands_before_the_first_answer_as_the_chat_template_opens_it(trained: Any, tmp_path: Path) -> None:

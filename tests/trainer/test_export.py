@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from trainer import export
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoint import checkpoint_digest, load_checkpoint
 from trainer.model.target import target_info
 
 SPECULATORS = """
@@ -93,20 +93,23 @@ def test_the_causality_that_speculators_reads_is_that_of_the_layers() -> None:
         assert written["sliding_window_non_causal"] is non_causal
 
 
-def test_the_card_says_data_recipe_and_numbers(trained: Any, tmp_path: Path) -> None:
+def test_the_card_says_data_recipe_and_numbers(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     config = json.loads((trained.target.parent / "run.json").read_text())
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "latest").symlink_to(trained.checkpoint.resolve())
-    config["run"]["root"] = str(trained.target.parent)
+    config["run"] |= {"root": str(trained.target.parent), "resume": "elsewhere/checkpoints/step-3"}
     (run / "checkpoints" / "step-150").mkdir()
     for name in ("config.json", "model.safetensors"):
         (run / "checkpoints" / "step-150" / name).write_bytes((trained.checkpoint / name).read_bytes())
     (run / "config.json").write_text(json.dumps(config))
-    (run / "events.jsonl").write_bytes((trained.target.parent / "events.jsonl").read_bytes())
+    later = json.dumps({"event": "step", "step": 160, "loss": 0.125, "acceptance_length": 3.0})
+    look = json.dumps({"event": "validation", "step": 160, "loss": 0.125, "acceptance_length": 3.0})
+    (run / "events.jsonl").write_text((trained.target.parent / "events.jsonl").read_text() + f"{later}\n{look}\n")
     accepted = {"mean": 2.5, "interval_95": [2.25, 2.75], "verifications": 40}
     measured = {"acceptance_length": accepted, "prompts": {"source": "/x/chats.jsonl", "count": 7}, "temperature": 0.0}
-    (tmp_path / "evaluation.json").write_text(json.dumps(measured | {"speedup": 1.5}))
+    measured |= {"checkpoint": "some/where", "checkpoint_sha256": checkpoint_digest(trained.checkpoint), "speedup": 1.5}
+    (tmp_path / "evaluation.json").write_text(json.dumps(measured))
     given = ["--checkpoint", str(run / "checkpoints" / "step-150"), "--output", str(tmp_path / "out")]
     assert export.main([*given, "--evaluation", str(tmp_path / "evaluation.json")]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
@@ -115,16 +118,25 @@ def test_the_card_says_data_recipe_and_numbers(trained: Any, tmp_path: Path) -> 
     count = len(trained.prompts)
     assert f"- train: {count} conversations, " in card
     assert '"num_anchors": 24' in card
+    assert not any(word in card for word in ("elsewhere", '"root"', str(tmp_path), str(trained.target.parent)))
     assert "- training batches, step 150: loss " in card
     assert (
         "- chats.jsonl, 7 prompts, temperature 0: acceptance length 2.50 (95 % 2.25..2.75) over 40 verifications, "
         "1.50 times plain decoding's tokens/s\n"
     ) in card
+    assert "160" not in card, "that is a later checkpoint's"
+    assert "held-out split" not in card
+    (tmp_path / "evaluation.json").write_text(json.dumps(measured | {"checkpoint_sha256": "0"}))
+    again = [*given[:2], "--output", str(tmp_path / "again"), "--evaluation", str(tmp_path / "evaluation.json")]
+    assert export.main(again) == 3
+    assert "evaluation.json must be of this checkpoint, got one of some/where" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_card_without_a_run_claims_nothing(trained: Any, tmp_path: Path) -> None:
     checkpoint = tmp_path / "elsewhere" / "x"
     checkpoint.mkdir(parents=True)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # somebody else's
     for name in ("config.json", "model.safetensors"):
         (checkpoint / name).write_bytes((trained.checkpoint / name).read_bytes())
     given = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "out"), "--target", str(trained.target)]
@@ -141,11 +153,16 @@ def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(
     output = tmp_path / "out"
     given = ["--checkpoint", str(checkpoint), "--output", str(output)]
     (tmp_path / "other.json").write_text("{}")
+    other = tmp_path / "target"
+    other.mkdir()
+    told = json.loads((trained.target / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(told | {"num_hidden_layers": 5}))
     whole = ["--checkpoint", str(trained.checkpoint), "--output", str(output), "--target", str(trained.target)]
     for arguments, code, sentence in (
         ([*given, "--target", "t"], 1, "no checkpoint here"),
         ([*whole, "--output", str(tmp_path)], 3, "exists already"),
         ([*whole, "--target", "no/where/t"], 3, "target.path must be"),
+        ([*whole, "--target", str(other)], 1, "layers, width and vocabulary must be (5, 32, 64), got (4, 32, 64)"),
         ([*whole, "--evaluation", str(tmp_path / "other.json")], 3, "must be a document of `python -m trainer.evaluate`"),
         ([*whole, "--output", "/proc/x/out"], 1, "cannot be written"),
     ):
@@ -157,3 +174,16 @@ def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(
     (checkpoint / "config.json").write_bytes((trained.checkpoint / "config.json").read_bytes())
     assert export.main(given) == 3
     assert "--target is required: " in capsys.readouterr().err
+
+
+def test_asked_to_stop_it_leaves_nothing(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copying(_source: Path, copy: Path) -> None:
+        copy.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export.shutil, "copyfile", copying)
+    assert call(trained, tmp_path / "out", "--target", str(trained.target)) == 130
+    assert capsys.readouterr().err == "stopped, nothing was written\n"
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import trainer.__main__
+import trainer.drafter
 import trainer.events
 import trainer.pipeline
 from trainer.config import TrainConfig
@@ -140,6 +142,33 @@ def test_a_run_started_again_does_the_same_again_and_loses_nothing(tiny_run: Any
         assert (events[0], events.count("started"), events[-1]) == ("started", 1, "finished")
     for name in ("checkpoints.2", "checkpoints.3", "checkpoints"):
         assert (tmp_path / name / "latest" / "model.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+@pytest.mark.parametrize("written", ["absolute", "below the root"])
+def test_a_run_started_again_goes_on_from_its_own_earlier_checkpoint(tiny_run: Any, written: str) -> None:
+    folder = tiny_run.root / written
+    folder.mkdir()
+    checkpoint = folder / "checkpoints" / "latest"
+
+    def killed(*_: Any) -> None:
+        raise TrainerError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.drafter.Drafter, "check_equal", stop_in_call(4, trainer.drafter.Drafter.check_equal, killed))
+        assert trainer.__main__.main([str(write_config(folder, tiny_run.config(run={"checkpoint_every": 2})))]) == 1
+    (folder / "checkpoints" / ".step-6.partial").mkdir()
+    resume = str(checkpoint if written == "absolute" else checkpoint.relative_to(tiny_run.root))
+    path = write_config(folder, tiny_run.config(run={"checkpoint_every": 2, "resume": resume}))
+    assert trainer.__main__.main([str(path)]) == 0
+    steps = [event["step"] for event in events_of(folder) if event["event"] == "step"]
+    assert steps == [5, 6]
+    assert sorted(found.name for found in (folder / "checkpoints.1").iterdir()) == ["latest", "step-2", "step-4"]
+
+
+def stop_in_call(number: int, original: Any, stop: Any) -> Any:
+    calls = itertools.count(1)
+    return lambda *args: (stop if next(calls) == number else original)(*args)
 
 
 def test_sighup_is_ignored_and_sigterm_ends_a_run_with_143(tiny_run: Any, tmp_path: Path, start: Start) -> None:

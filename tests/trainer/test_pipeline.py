@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import trainer.drafter
@@ -24,6 +26,7 @@ from trainer.config import TrainConfig
 from trainer.dataset import open_shards
 from trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, TrainerError, WorkerError
 from trainer.events import EventLog
+from trainer.gate import StartupGate
 from trainer.loss import LossParts, blocks_loss, drafter_loss
 from trainer.model.attention import draft_mask
 from trainer.model.draft import build_draft, forward_blocks, resolve_draft
@@ -130,17 +133,8 @@ def test_every_recipe_is_a_plain_loop_too_and_not_the_default(tiny_run: Any, tmp
     assert losses[recipe] != pytest.approx(losses["default"], rel=1e-3)
 
 
-@pytest.mark.parametrize(("targets", "drafters", "recipe"), [(1, 1, "noise"), (2, 3, "muon")])
-def test_a_resumed_run_goes_on_bit_for_bit(tiny_run: Any, tmp_path: Path, targets: int, drafters: int, recipe: str) -> None:
-    def config(**run: object) -> dict[str, Any]:
-        made: dict[str, Any] = tiny_run.config(targets=targets, drafters=drafters, run=run, **RECIPES[recipe])
-        return made
-
-    folders = [tmp_path / name for name in ("straight", "cut", "resumed")]
-    for folder in folders:
-        folder.mkdir()
-    straight, cut, resumed = folders
-    run(config(), straight)
+def run_until_it_saves(config: dict[str, Any], folder: Path) -> None:
+    """And is killed."""
     stop: Mailbox = queue.SimpleQueue()
     saved = trainer.drafter.save_checkpoint
 
@@ -152,28 +146,65 @@ def test_a_resumed_run_goes_on_bit_for_bit(tiny_run: Any, tmp_path: Path, target
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.drafter, "save_checkpoint", saved_then_killed)
         with pytest.raises(InjectedError):
-            run(config(checkpoint_every=4), cut, stop)
+            run(config, folder, stop)
+
+
+@pytest.mark.parametrize(("targets", "drafters", "recipe"), [(1, 1, "noise"), (2, 3, "muon")])
+def test_a_resumed_run_goes_on_bit_for_bit(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: int, drafters: int, recipe: str
+) -> None:
+    def config(**run: object) -> dict[str, Any]:
+        made: dict[str, Any] = tiny_run.config(targets=targets, drafters=drafters, run=run, **RECIPES[recipe])
+        return made
+
+    folders = [tmp_path / name for name in ("straight", "cut", "resumed")]
+    for folder in folders:
+        folder.mkdir()
+    straight, cut, resumed = folders
+    save, states = trainer.drafter.Drafter.save, []
+
+    def remembered(drafter: Any, done: int) -> Path | None:
+        states.append({name: tensor.clone() for name, tensor in drafter._optimizer.state_tensors().items()})
+        return save(drafter, done)
+
+    monkeypatch.setattr(trainer.drafter.Drafter, "save", remembered)
+    run(config(), straight)
+    run_until_it_saves(config(checkpoint_every=4), cut)
     run(config(resume=str(cut / "checkpoints" / "step-4")), resumed)
     losses = [
         [(event["step"], event["loss"], event["grad_norm"]) for event in events_of(f, "step")] for f in (straight, resumed)
     ]
     assert losses[1] == losses[0][4:]
+    last = events_of(resumed)[-1]
+    assert (last["step"], last["steps"]) == (6, 2)
     tensors = [(folder / "checkpoints" / "step-6" / "model.safetensors").read_bytes() for folder in (straight, resumed)]
     assert tensors[0] == tensors[1]
-    states = [load_file(folder / "checkpoints" / "step-6" / "training" / "state.safetensors") for folder in (straight, resumed)]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert states[0].keys() == states[-1].keys()
+    assert all(torch.equal(tensor, states[-1][name]) for name, tensor in states[0].items())
+    left = [list((folder / "checkpoints").rglob("training")) for folder in (straight, resumed)]
+    assert left == [[], []], "nobody goes on from a last step"
 
 
 def test_a_run_that_cannot_be_resumed_is_refused_before_it_starts(tiny_run: Any, tmp_path: Path) -> None:
-    (tmp_path / "first").mkdir()
-    run(tiny_run.config(), tmp_path / "first")
-    checkpoint = str(tmp_path / "first" / "checkpoints" / "latest")
+    folders = [tmp_path / name for name in ("finished", "cut")]
+    for folder in folders:
+        folder.mkdir()
+    run(tiny_run.config(), folders[0])
+    run_until_it_saves(tiny_run.config(run={"checkpoint_every": 4}), folders[1])
+    finished, checkpoint = (str(folder / "checkpoints" / "latest") for folder in folders)
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_run.root, changed)
+    wider = transformers.AutoConfig.from_pretrained(changed / "target", hidden_size=64, head_dim=16)
+    transformers.LlamaForCausalLM(wider).save_pretrained(changed / "target")
+    other = str(tiny_run.root / "target")
     for sections, sentence in (
-        ({"run": {"resume": checkpoint}}, "latest: all 6 steps are done"),
+        ({"run": {"resume": finished}}, "nothing to resume from, only the newest checkpoint of an unfinished run has"),
+        ({"run": {"resume": checkpoint}, "target": {"path": other}}, "target.path must be what it was, 'target', got "),
+        ({"run": {"resume": checkpoint}, "target": {"dtype": "bfloat16"}}, "target.dtype must be what it was, 'float32', got"),
         ({"run": {"resume": checkpoint, "steps": 9}}, "run.steps must be what it was, 6, got 9"),
         ({"run": {"resume": checkpoint, "seed": 1}}, "run.seed must be what it was, 0, got 1"),
         ({"run": {"resume": "no/where"}}, "no/where: nothing to resume from"),
+        ({"run": {"resume": checkpoint, "root": str(changed)}}, "the drafter's hidden_size must be what it was, 32, got 64"),
     ):
         with pytest.raises(CheckpointError, match=sentence):
             run(tiny_run.config(**sections), tmp_path)
@@ -207,7 +238,8 @@ def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pyte
     assert checkpoint["path"] == str(tmp_path / "checkpoints" / "step-3")
     last = events_of(tmp_path)[-1]
     tokens = sum(int((b.doc_ids >= 0).sum()) for b in first_batches(config, 10))
-    assert (last["steps"], last["loss"], last["context_tokens"]) == (5, events_of(tmp_path, "step")[-1]["loss"], tokens)
+    assert (last["step"], last["steps"], last["context_tokens"]) == (5, 5, tokens)
+    assert last["loss"] == events_of(tmp_path, "step")[-1]["loss"]
     assert (tmp_path / "checkpoints" / "latest").resolve() == tmp_path / "checkpoints" / "step-5"
     assert any(line.startswith("step 4/5  loss ") and line.endswith("ctx tok/s") for line in caplog.messages)
 
@@ -336,6 +368,31 @@ def test_a_prefetcher_that_dies_ends_the_run(tiny_run: Any, tmp_path: Path, monk
     monkeypatch.setattr(trainer.pipeline, "batches", dying)
     last = expect_failure(tiny_run.config(drafters=2, run={"steps": 10_000}), tmp_path, "prefetch-0", error)
     assert last["step"] == 3
+
+
+def test_what_is_done_is_packed_again_before_the_gate(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def watched(*args: Any) -> Iterator[Batch]:
+        stream = batches(*args)
+        first = next(stream)
+        seen.append([event["event"] for event in events_of(tmp_path)])
+        yield from itertools.chain([first], stream)
+
+    monkeypatch.setattr(trainer.pipeline, "batches", watched)
+    monkeypatch.setattr(StartupGate, "pass_through", held_until(lambda: bool(seen), StartupGate.pass_through))
+    run(tiny_run.config(), tmp_path)
+    assert seen == [["started"]]
+
+
+def held_until(condition: Callable[[], bool], original: Callable[..., None]) -> Callable[..., None]:
+    """`pass_through` for which it is a fault that the prefetcher passes while `condition` does not hold."""
+
+    def pass_through(gate: StartupGate, party: str, *, timeout_s: float) -> None:
+        assert party != "prefetch-0" or condition()
+        original(gate, party, timeout_s=timeout_s)
+
+    return pass_through
 
 
 @pytest.fixture

@@ -29,12 +29,13 @@ QWEN3_8B = TargetInfo(
 )
 
 
-def config(root=".", **batch):
+def config(root=".", optim=None, **batch):
     return TrainConfig.from_dict(
         {
             "target": {"path": "t"},
             "data": {"path": "d"},
             "batch": batch,
+            "optim": optim or {},
             "pipeline": {"target_devices": ["cpu"], "drafter_devices": ["cpu", "cpu"], "graphs": "none"},
             "run": {"root": str(root)},
         }
@@ -48,6 +49,10 @@ def test_flop_of_qwen3_8b():
     spec = resolve_draft(four_rows.draft, QWEN3_8B, 151669)
     assert draft_flop(four_rows, spec, 151936) == pytest.approx(277e12, rel=0.02)
     assert target_flop(four_rows, spec, QWEN3_8B) == pytest.approx(173e12 * 34 / 36, rel=0.02)
+    distilled = config(rows=4, row_tokens=3072, optim={"loss_labels": "logits"})  # all layers, and the head for the labels
+    assert target_flop(distilled, spec, QWEN3_8B) == pytest.approx(173e12, rel=0.02)
+    labels = draft_flop(distilled, spec, 151936) - draft_flop(four_rows, spec, 151936)
+    assert labels == pytest.approx(2 * 4 * 512 * 15 * 4096 * 151936)
 
 
 def test_rates_and_fractions_count_from_the_mark():

@@ -126,6 +126,10 @@ def test_a_journal_that_was_made_otherwise_is_refused(chats: Path, target: Path,
     capsys.readouterr()
     assert call(chats, target, "--temperature", "0.5", name="other") == 3
     assert "made otherwise: temperature was 0.0, is 0.5; remove it to begin anew" in capsys.readouterr().err
+    assert call(chats, target, "--dtype", "bfloat16", name="other") == 3
+    assert "made otherwise: answers was 'here, in float32', is 'here, in bfloat16'" in capsys.readouterr().err
+    assert call(chats, target, "--server", "http://127.0.0.1:1/v1", name="other") == 3
+    assert "made otherwise: answers was 'here, in float32', is 'from a server'" in capsys.readouterr().err
     (chats.parent / "foreign.regenerated.jsonl").write_text('{"messages": []}\n')
     assert call(chats, target, name="foreign") == 3
     assert "must hold answers of `python -m trainer.prepare`" in capsys.readouterr().err
@@ -149,9 +153,31 @@ def test_sampled_answers_differ_from_seed_to_seed_and_not_from_time_to_time(chat
 
 def test_options_that_do_nothing_are_refused(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--input", str(chats), "--output", str(chats.parent / "out"), "--target", str(target)]
+    for option in (("--temperature", "1"), ("--dtype", "float32"), ("--dtype", "bfloat16")):
+        with pytest.raises(SystemExit, match="2"):
+            prepare.main([*given, *option])
+        assert "need --regenerate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("server", ["myhost/v1", "myhost:8000/v1", "ftp://myhost/v1", "http:///v1", "http://myhost:port/v1"])
+def test_a_server_is_a_url(chats: Path, target: Path, capsys: pytest.CaptureFixture[str], server: str) -> None:
     with pytest.raises(SystemExit, match="2"):
-        prepare.main([*given, "--temperature", "1"])
-    assert "need --regenerate" in capsys.readouterr().err
+        call(chats, target, "--server", server)
+    assert f"--server must be a URL such as http://host:8000/v1, got {server}" in capsys.readouterr().err
+
+
+def test_what_is_sampled_after_a_kill_is_not_what_was_sampled_before(chats: Path, target: Path) -> None:
+    chats.write_text((json.dumps("w1 w2 w3") + "\n") * 8)
+    given = ["--temperature", "1", "--rows", "1"]
+    assert call(chats, target, *given) == 0
+    path = chats.parent / "out.regenerated.jsonl"
+    before = [line["messages"] for line in journal(chats).values()]
+    path.with_name("again.regenerated.jsonl").write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    assert call(chats, target, *given, name="again") == 0
+    kept, *new = (line["messages"] for line in journal(chats, "again").values())
+    assert kept == before[0]
+    assert any(new)
+    assert new != before[:-1], "one draw for two questions"
 
 
 def test_a_prompt_without_room_and_a_template_that_refuses_are_no_questions(target: Path) -> None:
@@ -245,6 +271,61 @@ def test_a_server_answers_too_and_what_it_refuses_or_breaks_off_is_counted(
     assert ["w4", "w4", "w5 w6"] in server.asked
 
 
+THINKING = "<think>\nw1\n</think>\n\nw2"
+ODD_ANSWERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "w1 w2 w3": ({"content": "w2", "reasoning": " w1\n"}, "stop", THINKING),
+    "w9 w10 w11 w12": ({"content": "w2", "reasoning_content": "w1", "reasoning": None}, "stop", THINKING),
+    "w13": ({"content": None, "reasoning": "w1"}, "stop", "its answer has no text"),
+    "w14 w15": ({"content": None}, "tool_calls", "its answer ends with finish_reason 'tool_calls'"),
+    "w50 w51": ({"content": "w1"}, "length", "its answer does not end within 20 tokens"),
+    "w52": ({}, "stop", "its answer has no text"),
+}
+"""Message, finish_reason and what becomes of it by question."""
+
+
+@pytest.mark.parametrize("usage", [{"completion_tokens": None}, [3]])
+def test_thoughts_are_kept_and_an_answer_without_a_text_is_counted_by_its_reason(
+    chats: Path, target: Path, serve: Callable[..., Server], usage: Any
+) -> None:
+    def reply(messages: list[dict[str, str]]) -> tuple[int, Any]:
+        message, finish, _ = ODD_ANSWERS.get(messages[-1]["content"], ({"content": "w2"}, "stop", ""))
+        return 200, {"choices": [{"message": message, "finish_reason": finish}], "usage": usage}
+
+    server = serve(reply)
+    assert call(chats, target, "--server", server.url, "--server-model", "the-target", "--held-out", "0") == 0
+    lines = journal(chats)
+    questions = [*(turns[0] for turns in QUESTIONS), "w50 w51", "w52"]
+    for question, (_, _, expected) in ODD_ANSWERS.items():
+        line = lines[questions.index(question)]
+        assert (line["messages"][-1]["content"] if line["messages"] else line["why_not"]) == expected
+    assert sum(not line["messages"] for line in lines.values()) == 4
+
+
+@pytest.mark.parametrize("rows", ["1", "4"])
+def test_a_question_at_which_a_server_fails_is_dropped_and_a_server_that_only_fails_ends_it(
+    chats: Path, target: Path, serve: Callable[..., Server], capsys: pytest.CaptureFixture[str], rows: str
+) -> None:
+    server = serve(lambda _messages: (500, {}))
+    given = ["--rows", rows, "--server", server.url, "--server-model", "the-target", "--held-out", "0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.answers._PATIENCE_S", (0.0,))
+        assert call(chats, target, *given) == 3
+        assert "cannot be asked: HTTP Error 500" in capsys.readouterr().err
+        assert not list(chats.parent.glob("*out*"))
+        server.reply = lambda messages: (500, {}) if messages[-1]["content"] in ("w1 w2 w3", "w52") else backwards(messages)
+        assert call(chats, target, *given) == 0
+        assert "  2  the server fails at it (HTTP 500)\n" in capsys.readouterr().out
+        assert journal(chats)[19]["messages"] == []
+        server.reply = lambda _messages: (500, {})
+        lines = (chats.parent / "out.regenerated.jsonl").read_bytes().splitlines(keepends=True)
+        (chats.parent / "late.regenerated.jsonl").write_bytes(b"".join(lines[:-1]))  # nothing is left but one at which it fails
+        assert call(chats, target, *given, name="late") == 0
+        patch.setattr("trainer.answers._FAILURES", 3)  # by now it is the server that fails
+        (chats.parent / "cut.regenerated.jsonl").write_bytes(b"".join(lines[:9]))
+        assert call(chats, target, *given, name="cut") == 3
+    assert len(journal(chats, "cut")) == 8
+
+
 @contextlib.contextmanager
 def started(chats: Path, target: Path, server: Server) -> Iterator[subprocess.Popen[str]]:
     """The command, once the server has been asked eleven times; it is waited for."""
@@ -315,6 +396,8 @@ def test_killed_it_goes_on_and_asks_nothing_twice_that_was_answered(
     [
         (lambda _m: (404, {}), "cannot be asked: HTTP Error 404"),
         (lambda _m: (200, {"choices": []}), "the answer must be a chat completion"),
+        (lambda _m: (200, {"choices": [{"message": "w1", "finish_reason": "stop"}]}), "the answer must be a chat completion"),
+        (lambda _m: (200, ["w1"]), "the answer must be a chat completion"),
     ],
 )
 def test_a_server_that_is_none_is_one_sentence_and_leaves_what_was_answered(

@@ -113,6 +113,11 @@ def test_what_a_run_goes_on_from_does_not_stand_in_the_way(tiny_run, tmp_path, c
     assert (code, verdict["reasons"]) == (0, [])
 
 
+def test_nothing_is_saved(written, capsys, monkeypatch):
+    monkeypatch.setattr(trainer.drafter, "save_checkpoint", lambda *_: pytest.fail("a checkpoint was written"))
+    assert verdict_of(written, capsys)[0] == 0
+
+
 def test_a_wrong_call_is_2(capsys):
     assert main([]) == 2
     assert capsys.readouterr().err == "usage: python -m trainer.smoke CONFIG.json\n"

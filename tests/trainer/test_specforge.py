@@ -1,6 +1,8 @@
 """SpecForge's own training wrapper, out of its wheel, judges ours: the same loss, the same gradient of every parameter."""
 
+import dataclasses
 import importlib
+import math
 import types
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from trainer.batch import FeatureBatch
 from trainer.checkpoint import Staging, save_checkpoint
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError
 from trainer.loss import blocks_loss
 from trainer.pipeline import load_all
 from trainer.reference import plain_losses
@@ -87,3 +90,15 @@ def test_specforge_trains_as_we_do_on_the_same_batches(tiny_run):
     assert losses == pytest.approx(plain_losses(settings, loaded, 6), rel=1e-4)
     assert [event["step"] for event in told if event["event"] == "validation"] == [6]
     assert told[-1]["acceptance_length"] >= 1
+    blind = module.batches
+
+    def every_other(*args):
+        for batch in blind(*args):
+            yield dataclasses.replace(batch, anchor_valid=batch.anchor_valid & (batch.index % 2 == 0))
+
+    module.batches = every_other
+    told = list(module.train(settings, loaded, 2))
+    assert all(math.isfinite(event["loss"]) for event in told if event["event"] == "step")
+    for sections in ({"draft": {"feature_noise": 0.5}}, {"optim": {"loss_labels": "logits"}}):
+        with pytest.raises(ConfigError, match="SpecForge has no "):
+            next(module.train(TrainConfig.from_dict(tiny_run.config(**sections)), loaded, 2))
