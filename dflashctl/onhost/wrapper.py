@@ -67,6 +67,7 @@ def _calls(function: str, paths: list[Path], indent: str) -> str:
 #   trainer gets the default back (a trap with a command is not inherited, an ignored HUP is).
 # - A disk that is full by the end still has the room of one file for the exit code.
 # - The environment is the trainer's alone: a PATH in it must not take rm and mv away from the wrapper.
+# - `starting` keeps two starts apart from before the look at the pid file until the pid file is written.
 # - flock -F becomes the command that it runs, with the lock on a descriptor that all below inherit.
 _TEMPLATE = """#!/bin/sh
 # Run {run}. By hand: `sh run.sh` returns at once; train.log grows; a run that lives is not started twice.
@@ -92,15 +93,17 @@ take_over() {{
     ) 9>>"$1" &
 }}
 stamp() {{ echo "$1 $(date +%s) $(cut -d' ' -f1 /proc/uptime) $(oom_kills)" >>times; }}
+refuse_living() {{
+    [ -r pid ] && [ ! -e exit_code ] || return 0
+    read -r pid start init <pid
+    if [ -n "$start" ] && [ "$(start_time "$pid")" = "$start" ] && [ "$init_now" = "$init" ]; then
+        echo "{run} is running, pid $pid" >&2
+        exit 1
+    fi
+}}
 case "${{1-}}" in
 '')
-    if [ -r pid ] && [ ! -e exit_code ]; then
-        read -r pid start init <pid
-        if [ -n "$start" ] && [ "$(start_time "$pid")" = "$start" ] && [ "$init_now" = "$init" ]; then
-            echo "{run} is running, pid $pid" >&2
-            exit 1
-        fi
-    fi
+    refuse_living
     {locks}/bin/sh ./run.sh leased
     code=$?
     [ "$code" != {taken} ] || echo "{run}: another run holds one of its GPUs" >&2
@@ -109,6 +112,7 @@ case "${{1-}}" in
 leased)
 {notes}    find starting -maxdepth 0 -mmin +2 -exec rmdir {{}} + 2>/dev/null  # of a start that died
     mkdir starting 2>/dev/null || {{ echo "{run}: another start of it is under way" >&2; exit 1; }}
+    (refuse_living) || {{ rmdir starting; exit 1; }}  # again: a start that was faster has written its pid by now
     rm -f pid exit_code stopped times
     setsid /bin/sh ./run.sh detached </dev/null >/dev/null 2>&1 &
     exit 0
