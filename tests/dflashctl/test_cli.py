@@ -144,16 +144,16 @@ def test_launch_takes_idle_gpus_by_uuid_and_refuses_others(bench) -> None:
         """
         case "$1" in --query-compute-apps=*) exit 0;; esac
         echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
-        echo "0, GPU-aaaa, NVIDIA H200, 9000, 143771, 0"
-        echo "1, GPU-bbbb, NVIDIA H200, 0, 143771, 0"
-        echo "2, GPU-cccc, NVIDIA H200, [N/A], 143771, [N/A]"
+        echo "0, GPU-take0, NVIDIA H200, 9000, 143771, 0"
+        echo "1, GPU-take1, NVIDIA H200, 0, 143771, 0"
+        echo "2, GPU-take2, NVIDIA H200, [N/A], 143771, [N/A]"
         """
     )
     bench.trainer("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     go = ("launch", "--tag", "cuda", "--startup-seconds", "30", "--json")
     document = bench(*go).document
-    assert document["gpus"] == [{"index": 1, "uuid": "GPU-bbbb", "name": "NVIDIA H200", "memory_used_mib": 0}]
-    assert (bench.run_folder("cuda-1") / "train.log").read_text() == "GPU-bbbb\n"
+    assert document["gpus"] == [{"index": 1, "uuid": "GPU-take1", "name": "NVIDIA H200", "memory_used_mib": 0}]
+    assert (bench.run_folder("cuda-1") / "train.log").read_text() == "GPU-take1\n"
     busy = bench(*go, "--gpus", "0")
     assert busy.exit_code == 6
     assert "9000 MiB" in busy.document["error"]["message"]
@@ -169,8 +169,8 @@ def test_a_gpu_is_held_before_its_memory_shows_it(bench) -> None:
         """
         case "$1" in --query-compute-apps=*) exit 0;; esac
         echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
-        echo "0, GPU-aaaa, NVIDIA H200, 0, 143771, 0"
-        echo "1, GPU-bbbb, NVIDIA H200, 0, 143771, 0"
+        echo "0, GPU-held0, NVIDIA H200, 0, 143771, 0"
+        echo "1, GPU-held1, NVIDIA H200, 0, 143771, 0"
         """
     )
     bench.trainer("import time; time.sleep(600)")

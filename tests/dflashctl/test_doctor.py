@@ -225,7 +225,7 @@ def test_leases_are_read_and_not_taken(tmp_path: Path) -> None:
     folder = tmp_path / "leases"
     folder.mkdir()
     (folder / "GPU-free").write_text("{}")
-    lease = folder / "GPU-aaaa"
+    lease = folder / "GPU-dddd"
     for text, who in (
         (json.dumps({"run": "quick-7", "by": "ann@laptop", "since": "12:00"}), "run quick-7 of ann@laptop since 12:00"),
         ("[1", "a run"),
@@ -233,7 +233,7 @@ def test_leases_are_read_and_not_taken(tmp_path: Path) -> None:
         lease.write_text(text)
         with lease.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            assert seen_on(tmp_path)["leases"]["found"] == f"held: GPU-aaaa by {who}"
+            assert seen_on(tmp_path)["leases"]["found"] == f"held: GPU-dddd by {who}"
     assert seen_on(tmp_path)["leases"]["found"] == "no GPU is held by a run"
 
 

@@ -20,7 +20,7 @@ GPU_HEADER = (
     "temperature.gpu, power.draw [W], mig.mode.current"
 )
 APP_HEADER = "gpu_uuid, pid, process_name, used_gpu_memory [MiB]"
-UUID = "GPU-4d900621-81f0-00be-a4f9-408f47134ea1"
+UUID = f"GPU-{os.getpid():08x}-81f0-00be-a4f9-408f47134ea1"  # leases of every root are seen: a card of this worker's own
 MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.211.01  Release Build  (dvs-builder)"
 
 
@@ -426,7 +426,9 @@ def test_a_pipe_with_a_leases_name_holds_up_nobody(tmp_path: Path) -> None:
     os.close(pipe)
 
 
-@pytest.mark.parametrize("mark", ["@missing", "@gpus", "@status 0", "@leases\n" + UUID + "\t\theld\t{}"])
+@pytest.mark.parametrize(
+    "mark", ["@missing", "@gpus", "@status 0", "@leases\n" + UUID + "\t\theld\t{}"], ids=["missing", "gpus", "status", "leases"]
+)
 def test_what_nvidia_smi_says_begins_no_section(tmp_path: Path, mark: str) -> None:
     (gpu,) = run_query(tmp_path, holder_script(f"evil\n{mark}\n", 4711)).gpus
     assert gpu.memory_used_mib == 71000

@@ -8,11 +8,13 @@ import time
 
 import pytest
 
-TWO_IDLE = """
+# leases of every root are seen: each worker of a test run has cards of its own
+FIRST, SECOND = (f"GPU-{name}-{os.getpid()}" for name in ("aaaa", "bbbb"))
+TWO_IDLE = f"""
 case "$1" in --query-compute-apps=*) exit 0;; esac
 echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
-echo "0, GPU-aaaa, NVIDIA H200, $(cat memory 2>/dev/null || echo 0), 143771, 0"
-echo "1, GPU-bbbb, NVIDIA H200, 0, 143771, 0"
+echo "0, {FIRST}, NVIDIA H200, $(cat memory 2>/dev/null || echo 0), 143771, 0"
+echo "1, {SECOND}, NVIDIA H200, 0, 143771, 0"
 """
 GO = ("launch", "--tag", "cuda", "--startup-seconds", "0", "--json")
 
@@ -84,9 +86,9 @@ def test_a_start_by_hand_takes_the_lease_too(cuda) -> None:
 def test_a_lease_file_that_lies_about_holds_nothing(cuda) -> None:
     leases = cuda.root / "leases"
     leases.mkdir()
-    (leases / "GPU-aaaa").write_text('{"run": "long-gone-3", "by": "ann@laptop", "since": "2026-01-01T00:00:00Z"}\n')
+    (leases / FIRST).write_text('{"run": "long-gone-3", "by": "ann@laptop", "since": "2026-01-01T00:00:00Z"}\n')
     assert cuda(*GO, "--gpus", "0").exit_code == 0
-    assert json.loads((leases / "GPU-aaaa").read_text())["run"] == "cuda-1"
+    assert json.loads((leases / FIRST).read_text())["run"] == "cuda-1"
 
 
 def test_wait_gpu_starts_when_the_gpu_is_free(cuda) -> None:
@@ -175,7 +177,7 @@ def test_who_looks_is_not_taken_for_a_holder(cuda) -> None:
     """Twelve look at once at a lease whose file still tells of a run long gone."""
     leases = cuda.root / "leases"
     leases.mkdir()
-    (leases / "GPU-aaaa").write_text('{"run": "long-gone-3", "by": "ann@laptop", "since": "2026-01-01T00:00:00Z"}\n')
+    (leases / FIRST).write_text('{"run": "long-gone-3", "by": "ann@laptop", "since": "2026-01-01T00:00:00Z"}\n')
     lookers = [cuda.start("gpus", "--json") for _ in range(12)]
     answers = [json.loads(looker.communicate(timeout=120)[0]) for looker in lookers]
     assert {gpu["state"] for answer in answers for gpu in answer["hosts"][0]["gpus"]} == {"idle"}
@@ -193,7 +195,7 @@ def test_a_lease_under_another_root_holds_too(cuda) -> None:
 
 def test_a_lease_that_cannot_be_read_is_unknown(cuda) -> None:
     (cuda.root / "leases").mkdir()
-    (cuda.root / "leases/GPU-aaaa").touch()
+    (cuda.root / "leases" / FIRST).touch()
     flock = cuda.folder / "bin/flock"
     flock.write_text("#!/bin/sh\nexit 66\n")
     flock.chmod(0o755)
