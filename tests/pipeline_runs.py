@@ -7,10 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import trainer.drafter
 import trainer.pipeline
-import trainer.report
-import trainer.wiring
 from trainer.config import TrainConfig
 from trainer.events import EventLog
 from trainer.gate import StartupGate
