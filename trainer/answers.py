@@ -6,6 +6,7 @@ token; ServerAnswers asks from threads of its own. Shape legend: `trainer.batch`
 width.
 """
 
+import functools
 import http.client
 import json
 import queue
@@ -13,24 +14,24 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jinja2
 import torch
-import transformers
-from torch import Tensor
 
 from trainer.conversations import Messages
 from trainer.decoding import Sampling
 from trainer.errors import DataError
+from trainer.graphs import Graphs, StageFacts
+from trainer.model.cached import CachedTarget
 
 _PREFILL_TOKENS = 1 << 15
 _REFILL_STEPS = 16
 """Rows that are free wait for company: reading a prompt alone costs as much as a step of all."""
-_KEY_STEP = 128
-"""Attention looks at a multiple of these, so that shapes repeat."""
+_KEY_STEP = 256
+"""Attention looks at a multiple of these, one graph for each."""
 _PATIENCE_S = (1.0, 2.0, 4.0, 8.0)
 """Between two tries to reach a server."""
 _ANSWER_S = 3600.0
@@ -86,15 +87,24 @@ class LocalAnswers:
         max_new_tokens: int,
     ) -> None:
         """`max_tokens` bounds prompt and answer together, `max_new_tokens` the answer."""
-        self._model, self._tokenizer, self._stop_ids, self._sampling = model, tokenizer, stop_ids, sampling
+        self._tokenizer, self._stop_ids, self._sampling = tokenizer, stop_ids, sampling
         self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
-        self._cache = _RowCache(model.config.num_hidden_layers, num_rows, max_tokens)
+        self._target = CachedTarget(model)
+        self._cache = self._target.new_cache(num_rows, max_tokens)
         self._rows: list[_Row | None] = [None] * num_rows
         self._waiting: list[_Row] = []
         self._refused: list[Answer] = []
         self._num_steps = 0
-        self._last = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
-        self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
+        self._device = device = model.device
+        self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        head = model.get_output_embeddings().weight
+        self._logits = torch.zeros((num_rows, len(head)), dtype=head.dtype, device=device)
+        self._steps: dict[int, Callable[[], None]] = {}
+        self._graphs = Graphs("threadwarm", device, StageFacts(str(device)))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.default_stream(device))  # the weights are on their way
 
     @property
     def num_free(self) -> int:
@@ -119,11 +129,12 @@ class LocalAnswers:
     def collect(self) -> list[Answer]:
         """Decode until a row is finished."""
         finished, self._refused = self._refused, []
-        while not finished:
-            if self._waiting and (self._num_steps % _REFILL_STEPS == 0 or not any(self._rows)):
-                finished += self._fill()
-            else:
-                finished += self._step()
+        with torch.cuda.stream(self._stream):
+            while not finished:
+                if self._waiting and (self._num_steps % _REFILL_STEPS == 0 or not any(self._rows)):
+                    finished += self._fill()
+                else:
+                    finished += self._step()
         return finished
 
     def _fill(self) -> list[Answer]:
@@ -134,12 +145,13 @@ class LocalAnswers:
         rows, self._waiting = self._waiting[-count:], self._waiting[:-count]
         places = [i for i, row in enumerate(self._rows) if row is None][: len(rows)]
         tokens = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows])
-        lengths = torch.tensor([len(row.prompt) for row in rows], device=self._last.device)
-        cache = transformers.DynamicCache()
-        hidden = self._model.model(tokens.to(self._last.device), past_key_values=cache, use_cache=True).last_hidden_state
-        self._cache.store(places, [(layer.keys, layer.values) for layer in cache.layers])
-        at = torch.tensor(places, device=self._last.device)
-        chosen = self._choose(hidden[torch.arange(len(rows), device=at.device), lengths - 1])
+        lengths = torch.tensor([len(row.prompt) for row in rows], device=self._device)
+        cache = self._target.new_cache(len(rows), longest)
+        hidden, _ = self._target.begin(cache, tokens.to(self._device))
+        self._cache.store(places, cache)
+        ends = hidden[torch.arange(len(rows), device=self._device), lengths - 1]
+        chosen = self._sampling.choose(self._target.logits(ends))
+        at = torch.tensor(places, device=self._device)
         self._last[at], self._lengths[at] = chosen, lengths
         for place, row in zip(places, rows, strict=True):
             self._rows[place] = row
@@ -151,22 +163,19 @@ class LocalAnswers:
         places = [i for i, row in enumerate(self._rows) if row is not None]
         longest = max(len(row.prompt) + len(row.tokens) for row in self._rows if row is not None)
         num_keys = min(-(-longest // _KEY_STEP) * _KEY_STEP, self._max_tokens)
-        self._cache.point_at(self._lengths, num_keys)
-        seen = torch.arange(num_keys, device=self._last.device) <= self._lengths[:, None]
-        hidden = self._model.model(
-            self._last[:, None],
-            position_ids=self._lengths[:, None],
-            attention_mask=seen[:, None, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
-        self._last = self._choose(hidden[:, -1])
+        if num_keys not in self._steps:
+            body = functools.partial(self._read, num_keys)
+            self._graphs.warm_up(body)
+            self._steps[num_keys] = self._graphs.ready(body)
+        self._steps[num_keys]()
+        self._last.copy_(self._sampling.choose(self._logits))
         self._lengths[places] += 1
         chosen = self._last.tolist()
         return self._take(places, [chosen[place] for place in places])
 
-    def _choose(self, hidden_RD: Tensor) -> Tensor:
-        return self._sampling.choose(self._model.get_output_embeddings()(hidden_RD))
+    def _read(self, num_keys: int) -> None:
+        hidden, _ = self._target.read(self._cache, self._last[:, None], self._lengths, num_keys)
+        self._logits.copy_(self._target.logits(hidden[:, -1]))
 
     def _take(self, places: Sequence[int], tokens: Sequence[int]) -> list[Answer]:
         """Give a token to each of these rows; returns the answers that it ends."""
@@ -191,42 +200,6 @@ class LocalAnswers:
             return Answer(row.key, None, f"its answer does not end within {within}", len(row.tokens))
         text = self._tokenizer.decode(row.tokens[:-1], skip_special_tokens=True)
         return _worded(row.key, text, len(row.tokens))
-
-
-class _RowCache:
-    """Keys and values of rows that are at different places, behind the one method of a Hugging Face cache that layers call."""
-
-    def __init__(self, num_layers: int, num_rows: int, max_tokens: int) -> None:
-        """Allocates when the first prompt is stored."""
-        self._shape = (num_rows, max_tokens)
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-        self._at: tuple[Tensor, Tensor] | None = None
-        self._num_keys = 0
-
-    def store(self, places: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Prompts, [rows, G, T, C] each."""
-        for i, new in enumerate(layers):
-            held = self._layers[i]
-            if held is None:
-                num_rows, max_tokens = self._shape
-                keys, values = (part.new_zeros(num_rows, part.shape[1], max_tokens, part.shape[3]) for part in new)
-                held = self._layers[i] = (keys, values)
-            for kept, part in zip(held, new, strict=True):
-                kept[list(places), :, : part.shape[2]] = part
-
-    def point_at(self, lengths: Tensor, num_keys: int) -> None:
-        """The next `update` writes behind `lengths` and shows the first `num_keys`."""
-        self._at = (torch.arange(len(lengths), device=lengths.device), lengths)
-        self._num_keys = num_keys
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Add one token of every row, [R, G, 1, C] each; returns all that are shown."""
-        held, at = self._layers[layer], self._at
-        assert held is not None
-        assert at is not None
-        for kept, new in zip(held, (keys, values), strict=True):
-            kept[at[0], :, at[1]] = new[:, :, 0]
-        return held[0][:, :, : self._num_keys], held[1][:, :, : self._num_keys]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,26 +4,27 @@ A round drafts a block after the last known token, lets the target read the whol
 agrees with and one token of its own (the bonus). Greedy, the tokens are those of plain decoding wherever the arithmetic of one
 token and of several is the same; sampled, their distribution is the target's.
 
-Both caches grow with the text and are never recomputed: the target's holds what it has read, the drafter's holds the keys and
-values of the context features, for they are the same in every later round. Used by one thread; each round waits for the device
-once. Shape legend: `trainer.batch`; T counts tokens read at once.
+Nothing is recomputed: one cache holds the keys and values of what the target has read, another what the drafter makes of the
+context features, for that is the same in every later round. On a GPU both ways run as captured graphs, as servers do; eager, a
+small target would wait for launches most of the time. Used by one thread; each round waits for the device once. Shape legend:
+`trainer.batch`; T counts tokens read at once.
 
 Sources: DFlash (arXiv 2602.06036); rejection sampling: arXiv 2211.17192, algorithm 1.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 
 from trainer.errors import ConfigError
-from trainer.model.attention import decoding_mask
-from trainer.model.draft import DraftModel, KeysValues
+from trainer.graphs import Graphs, StageFacts
+from trainer.model.cached import CachedDrafter, CachedTarget
+from trainer.model.draft import DraftModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,135 +76,110 @@ class Response:
     """Of speculative decoding."""
 
 
-class CachedTarget:
-    """A Hugging Face causal LM that reads on where it stopped, and can forget."""
+class Decoder:
+    """A target, and a drafter if there is one, that answer one prompt after another; on a GPU every step is a graph."""
 
-    def __init__(self, model: Any, target_layer_ids: Sequence[int] = ()) -> None:
-        """`target_layer_ids` are the layers whose outputs `read` gives."""
-        self.model = model
-        self._layers = target_layer_ids
-        self._cache = transformers.DynamicCache()  # without a configuration: windowed layers keep all, so all can be forgotten
+    def __init__(self, model: Any, max_tokens: int, drafter: DraftModel | None = None) -> None:
+        """`model` is a Hugging Face causal LM; `max_tokens` bounds a prompt and its response together."""
+        self._device = device = model.device
+        self._block_size = drafter.spec.block_size if drafter else 1
+        num_slots = max_tokens + self._block_size  # what is rejected lies behind the last token
+        self._target = CachedTarget(model, drafter.spec.target_layer_ids if drafter else ())
+        self._cache = self._target.new_cache(1, num_slots)
+        self._num_slots = num_slots
+        self._length = torch.zeros(1, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros((1, self._block_size), dtype=torch.int64, device=device)
+        head = model.get_output_embeddings().weight
+        self._logits = torch.zeros((self._block_size, len(head)), dtype=head.dtype, device=device)
+        self._draft_logits = torch.zeros_like(self._logits[1:])
+        self._drafter = CachedDrafter(drafter, model.get_input_embeddings().weight, head, num_slots) if drafter else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._read_on, *self._round = self._capture()
 
-    def read(self, tokens: Tensor, num_logits: int) -> tuple[Tensor, Tensor | None]:
-        """[T] ids -> logits [num_logits, V] of the last ones, and features [1, T, L*D] if layers are tapped."""
-        out = self.model(
-            tokens[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=num_logits,
-            output_hidden_states=bool(self._layers),
-        )
-        features = torch.cat([out.hidden_states[k + 1] for k in self._layers], dim=-1) if self._layers else None
-        return out.logits[0], features
+    @torch.inference_mode()
+    def decode(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int], sampling: Sampling) -> Response:
+        """Plain decoding: one token a call of the target."""
+        with torch.cuda.stream(self._stream):
+            response = self._begin(prompt, stop_ids, sampling)
+            tokens, start = response.tokens, _now(self._device)
+            while not response.ended and len(tokens) < max_new_tokens:
+                self._point_at(len(prompt) + len(tokens) - 1, tokens[-1])
+                self._read_on()
+                tokens.append(int(sampling.choose(self._logits[:1])))
+                response.ended = tokens[-1] in stop_ids
+            response.decode_s = _now(self._device) - start
+        return response
 
-    def forget(self, num_kept: int) -> None:
-        """Keep what was read of the first `num_kept` tokens."""
-        excess = self._cache.get_seq_length() - num_kept
-        if excess > 0:
-            self._cache.crop(-excess)
+    @torch.inference_mode()
+    def decode_with_drafter(
+        self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int], sampling: Sampling
+    ) -> Response:
+        """Speculative decoding, for which there is a drafter; the response is lossless, which is what the module says of it."""
+        draft, verify = self._round
+        with torch.cuda.stream(self._stream):
+            response = self._begin(prompt, stop_ids, sampling)
+            tokens, start = response.tokens, _now(self._device)
+            while not response.ended and len(tokens) < max_new_tokens:
+                room = max_new_tokens - len(tokens)
+                self._point_at(len(prompt) + len(tokens) - 1, tokens[-1])
+                draft()
+                drafted = sampling.choose(self._draft_logits)
+                self._tokens[0, 1:] = drafted
+                verify()
+                new = _kept(self._logits, self._draft_logits, drafted, sampling)
+                num_accepted = len(new) - 1
+                new = new[:room]
+                stop = next((i for i, token in enumerate(new) if token in stop_ids), None)
+                if stop is not None:
+                    new, response.ended = new[: stop + 1], True
+                tokens += new
+                response.rounds.append(Round(min(len(drafted), room), min(num_accepted, len(new)), len(new)))
+            response.decode_s = _now(self._device) - start
+        return response
 
+    def _begin(self, prompt: Sequence[int], stop_ids: Collection[int], sampling: Sampling) -> Response:
+        """Read the prompt and choose the first token."""
+        start = _now(self._device)
+        hidden, features = self._target.begin(self._cache, torch.tensor([list(prompt)], device=self._device))
+        if self._drafter and features is not None:
+            self._drafter.read(features, self._length.zero_())
+        first = int(sampling.choose(self._target.logits(hidden[0, -1:])))
+        return Response([first], first in stop_ids, _now(self._device) - start)
 
-class CachedDrafter:
-    """A drafter that keeps its context's keys and values."""
+    def _point_at(self, length: int, last_token: int) -> None:
+        """The last token was chosen, not read: it follows the `length` tokens that are in the caches."""
+        self._length.fill_(length)
+        self._tokens[0, 0] = last_token
 
-    def __init__(self, model: DraftModel, embedding_VE: Tensor, head_VE: Tensor) -> None:
-        """Embedding and head are the target's; all lie on one device."""
-        self.model = model
-        self._embedding, self._head = embedding_VE, head_VE
-        self._context: list[KeysValues] | None = None
-        self._length = 0
+    @torch.inference_mode()
+    def _capture(self) -> list[Callable[[], None]]:
+        """The steps: one token of the target, a block of the drafter, and that block read by both."""
+        graphs = Graphs("threadwarm", self._device, StageFacts(str(self._device)))
+        bodies = [self._read_one, *([self._draft_block, self._read_block] if self._drafter else [])]
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the weights are on their way
+            for body in bodies:
+                graphs.warm_up(body)
+            return [graphs.ready(body) for body in bodies]
 
-    def read(self, features_1TL: Tensor) -> None:
-        """Take in the features of the next T tokens."""
-        positions = self._length + torch.arange(features_1TL.shape[1], device=features_1TL.device)[None]
-        context, rotary = self.model.context(features_1TL), self.model.rotary(positions)
-        new = [layer.self_attn.keys_values(context, rotary) for layer in self.model.layers]
-        if self._context is not None:
-            new = [(torch.cat((k, a), 2), torch.cat((v, b), 2)) for (k, v), (a, b) in zip(self._context, new, strict=True)]
-        self._context, self._length = new, self._length + features_1TL.shape[1]
+    def _read_one(self) -> None:
+        hidden, _ = self._target.read(self._cache, self._tokens[:, :1], self._length, self._num_slots)
+        self._logits[:1] = self._target.logits(hidden[0])
 
-    def draft(self, anchor: int, num_drafted: int) -> Tensor:
-        """Logits [num_drafted, V] of the tokens after `anchor`, which itself follows all that was read."""
-        assert self._context is not None
-        tokens = torch.full((1, num_drafted + 1), self.model.spec.mask_token_id, device=self._embedding.device)
-        tokens[0, 0] = anchor
-        rotary = self.model.rotary(self._length + torch.arange(num_drafted + 1, device=tokens.device)[None])
-        hidden = F.embedding(tokens, self._embedding).to(self.model.spec.dtype)
-        windows = self.model.spec.layer_windows
-        masks = {w: decoding_mask(self._length, num_drafted + 1, w, tokens.device) for w in set(windows) if w is not None}
-        for layer, context, window in zip(self.model.layers, self._context, windows, strict=True):
-            hidden = layer(hidden, context, rotary, masks.get(window))
-        return self.model.norm(hidden)[0, 1:].to(self._head.dtype) @ self._head.T
+    def _draft_block(self) -> None:
+        assert self._drafter is not None
+        self._draft_logits.copy_(self._drafter.draft(self._tokens[0, :1], self._length))
 
-
-@torch.inference_mode()
-def decode(model: Any, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int], sampling: Sampling) -> Response:
-    """Plain decoding: one token a call of the target."""
-    target = CachedTarget(model)
-    response = _begin(target, prompt, stop_ids, sampling)
-    tokens, start = response.tokens, _now(model.device)
-    while not response.ended and len(tokens) < max_new_tokens:
-        logits, _ = target.read(_ids(tokens[-1:], model.device), 1)
-        tokens.append(int(sampling.choose(logits)))
-        response.ended = tokens[-1] in stop_ids
-    response.decode_s = _now(model.device) - start
-    return response
-
-
-@torch.inference_mode()
-def decode_with_drafter(
-    model: Any,
-    drafter: DraftModel,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    stop_ids: Collection[int],
-    sampling: Sampling,
-) -> Response:
-    """Speculative decoding; the response is lossless, which is what the module says of it."""
-    target = CachedTarget(model, drafter.spec.target_layer_ids)
-    cached = CachedDrafter(drafter, model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    response = _begin(target, prompt, stop_ids, sampling, cached)
-    tokens, start = response.tokens, _now(model.device)
-    while not response.ended and len(tokens) < max_new_tokens:
-        room = max_new_tokens - len(tokens)
-        num_drafted = min(drafter.spec.block_size - 1, room)
-        draft_logits = cached.draft(tokens[-1], num_drafted)
-        drafted = sampling.choose(draft_logits)
-        logits, features = target.read(torch.cat((_ids(tokens[-1:], model.device), drafted)), num_drafted + 1)
-        new = _verify(logits, draft_logits, drafted, sampling)
-        num_accepted = len(new) - 1
-        new = new[:room]
-        stop = next((i for i, token in enumerate(new) if token in stop_ids), None)
-        if stop is not None:
-            new, response.ended = new[: stop + 1], True
-        tokens += new
-        response.rounds.append(Round(num_drafted, min(num_accepted, len(new)), len(new)))
-        target.forget(len(prompt) + len(tokens) - 1)  # the last token was chosen, not read
+    def _read_block(self) -> None:
+        assert self._drafter is not None
+        hidden, features = self._target.read(self._cache, self._tokens, self._length, self._num_slots)
         assert features is not None
-        cached.read(features[:, : len(new)])
-    response.decode_s = _now(model.device) - start
-    return response
+        self._drafter.read(features, self._length)
+        self._logits.copy_(self._target.logits(hidden[0]))
 
 
-def _begin(
-    target: CachedTarget,
-    prompt: Sequence[int],
-    stop_ids: Collection[int],
-    sampling: Sampling,
-    drafter: CachedDrafter | None = None,
-) -> Response:
-    """Read the prompt and choose the first token."""
-    device = target.model.device
-    start = _now(device)
-    logits, features = target.read(_ids(prompt, device), 1)
-    if drafter is not None:
-        assert features is not None
-        drafter.read(features)
-    first = int(sampling.choose(logits))
-    return Response([first], first in stop_ids, _now(device) - start)
-
-
-def _verify(logits: Tensor, draft_logits: Tensor, drafted: Tensor, sampling: Sampling) -> list[int]:
+def _kept(logits: Tensor, draft_logits: Tensor, drafted: Tensor, sampling: Sampling) -> list[int]:
     """The drafted tokens that are kept, then the target's own: logits [T+1, V], draft logits [T, V], drafted [T]."""
     if sampling.temperature <= 0:
         chosen = logits.argmax(dim=-1)
@@ -246,10 +222,6 @@ def usable_device(name: str) -> torch.device:
     if name != "cpu" and not (name.startswith("cuda:") and name[5:].isdecimal() and int(name[5:]) < torch.cuda.device_count()):
         raise ConfigError(f"--device must be cpu or one of the {torch.cuda.device_count()} GPUs as cuda:N, got {name}")
     return torch.device(name)
-
-
-def _ids(tokens: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int64, device=device)
 
 
 def _now(device: torch.device) -> float:

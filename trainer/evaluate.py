@@ -28,7 +28,7 @@ from trainer.checkpoint import checkpoint_digest, load_checkpoint
 from trainer.config import Dtype, TargetConfig
 from trainer.conversations import prompts
 from trainer.dataset import open_shards
-from trainer.decoding import Response, Sampling, decode, decode_with_drafter, stop_token_ids, usable_device
+from trainer.decoding import Decoder, Response, Sampling, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError
 from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog
 from trainer.model.target import load_causal_lm, load_tokenizer, target_info, tokenizer_digest
@@ -82,14 +82,15 @@ def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: 
     drafter = load_checkpoint(checkpoint, info, model.dtype).to(device, model.dtype).requires_grad_(False)
     digest = checkpoint_digest(checkpoint)
     stop_ids = stop_token_ids(model, tokenizer)
+    decoder = Decoder(model, max(map(len, given)) + settings.max_new_tokens, drafter)
 
     def answer(prompt: Sequence[int], index: int, most: int) -> Pair:
         def sampling() -> Sampling:
             state = np.random.SeedSequence([settings.seed, index]).generate_state(1, np.uint64)
             return Sampling(settings.temperature, torch.Generator(device).manual_seed(int(state[0])))
 
-        plain = decode(model, prompt, most, stop_ids, sampling())
-        return Pair(plain, decode_with_drafter(model, drafter, prompt, most, stop_ids, sampling()))
+        plain = decoder.decode(prompt, most, stop_ids, sampling())
+        return Pair(plain, decoder.decode_with_drafter(prompt, most, stop_ids, sampling()))
 
     answer(given[0], 0, min(_WARM_UP_TOKENS, settings.max_new_tokens))  # what the first calls of a process cost is not counted
     pairs = []

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from trainer.decoding import Sampling, decode, decode_with_drafter
+from trainer.decoding import Decoder, Sampling
 from trainer.reference import plain_losses
 
 pytestmark = pytest.mark.gpu
@@ -40,11 +40,12 @@ def test_greedy_decoding_with_a_drafter_is_lossless(config, load):
     with torch.no_grad():
         model.get_output_embeddings().weight[4:] *= 0.01  # few tokens are ever likely, so some of those drafted are right
     greedy = Sampling(0.0, torch.Generator(device))
+    decoder = Decoder(model, 64, drafter)
     num_accepted = num_drafted = 0
     for first in range(5):
         prompt = list(range(first, first + 9))
-        plain = decode(model, prompt, 40, {511}, greedy)
-        drafted = decode_with_drafter(model, drafter, prompt, 40, {511}, greedy)
+        plain = decoder.decode(prompt, 40, {511}, greedy)
+        drafted = decoder.decode_with_drafter(prompt, 40, {511}, greedy)
         assert drafted.tokens == plain.tokens
         num_accepted += sum(verification.num_accepted for verification in drafted.rounds)
         num_drafted += sum(verification.num_drafted for verification in drafted.rounds)

@@ -16,7 +16,7 @@ from trainer import pipeline
 from trainer.batch import NO_DOCUMENT, Batch
 from trainer.config import TargetConfig, TrainConfig
 from trainer.dataset import SPLITS, ShardWriter
-from trainer.decoding import Sampling, decode
+from trainer.decoding import Decoder, Sampling
 from trainer.events import EventLog
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
 from trainer.model.target import load_causal_lm
@@ -139,7 +139,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     mask_token_id = 60
     greedy = Sampling(0.0, torch.Generator())
     prompts = np.random.default_rng(1).integers(2, 60, (40, 3)).tolist()
-    answers = [decode(model, prompt, 20, {1}, greedy).tokens for prompt in prompts]
+    decoder = Decoder(model, 23)
+    answers = [decoder.decode(prompt, 20, {1}, greedy).tokens for prompt in prompts]
     kept = [(prompt, prompt + answer) for prompt, answer in zip(prompts, answers, strict=True) if mask_token_id not in answer]
     (root / "own").mkdir()
     with ShardWriter(root / "own") as writer:

@@ -22,7 +22,7 @@ from trainer import prepare
 from trainer.answers import LocalAnswers
 from trainer.config import TargetConfig
 from trainer.dataset import open_shards
-from trainer.decoding import Sampling, decode, stop_token_ids
+from trainer.decoding import Decoder, Sampling, stop_token_ids
 from trainer.model.target import load_causal_lm
 
 TEMPLATE = """\
@@ -75,13 +75,14 @@ def test_greedy_answers_are_those_that_the_target_gives_alone(
     model = load_causal_lm(TargetConfig(path=str(target), dtype="float32"), Path(), torch.device("cpu"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     greedy, stop_ids = Sampling(0.0, torch.Generator()), stop_token_ids(model, tokenizer)
+    decoder = Decoder(model, 48)
     expected = {}
     for key, turns in enumerate([*QUESTIONS, ["w50 w51"], ["w52"]]):
         messages: list[dict[str, str]] = []
         for turn in turns:
             asked = [*messages, {"role": "user", "content": turn}]
             prompt = tokenizer(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))["input_ids"]
-            answer = decode(model, prompt, min(20, 48 - len(prompt)), stop_ids, greedy)
+            answer = decoder.decode(prompt, min(20, 48 - len(prompt)), stop_ids, greedy)
             text = tokenizer.decode(answer.tokens[:-1], skip_special_tokens=True).strip()
             if not (answer.ended and text):
                 break

@@ -84,11 +84,15 @@ def draft_mask(batch: Batch, block_size: int, window: int | None = None) -> Atte
     return block_mask(*draft_tiles(batch, block_size, window), mask_mod, num_queries, num_slots + num_queries)
 
 
-def decoding_mask(num_context: int, num_queries: int, window: int, device: torch.device) -> Tensor:
-    """`draft_mask` with a window for one block of `num_queries` behind the whole context: [1, 1, Q, S+Q] bool."""
-    query = num_context + torch.arange(num_queries, device=device)[:, None]
-    distance = query - torch.arange(num_context + num_queries, device=device)
-    return ((distance >= 0) & (distance < window))[None, None]
+def decoding_mask(length: Tensor, num_slots: int, block_size: int, window: int | None) -> Tensor:
+    """`draft_mask` for one block behind a context of `length` ([1] int64) of `num_slots` slots: [1, 1, K, num_slots+K] bool."""
+    k = torch.arange(block_size, device=length.device)
+    slots = torch.arange(num_slots, device=length.device)
+    exists = torch.cat((slots < length, k >= 0))
+    if window is None:
+        return exists.expand(1, 1, block_size, -1)
+    distance = (length + k)[:, None] - torch.cat((slots, length + k))
+    return (exists & (distance >= 0) & (distance < window))[None, None]
 
 
 def document_mask(doc_ids_BS: Tensor, window: int | None = None) -> AttentionMask:
