@@ -22,6 +22,7 @@ import torch
 from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
 from specforge.modeling.draft.dflash import DFlashDraftModel
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.batch import NO_DOCUMENT, Batch, FeatureBatch
@@ -97,17 +98,18 @@ def train(config: TrainConfig, loaded: Loaded, steps: int) -> Iterator[dict[str,
                 continue
             tokens, mask, features, anchors, valid = documents_of(batch, target.context_features(batch, eager=True))
             judge._sample_anchor_positions = types.MethodType(lambda *_, given=(anchors, valid): given, judge)
-            with precision:
+            with precision, sdpa_kernel(SDPBackend.MATH):  # of blocks that see nothing, other kernels make NaN going back
                 _, _, told = judge(tokens, features, mask)
-            loss, weight = told["loss_terms"]
-            loss.backward()
+                loss, weight = told["loss_terms"]
+                loss.backward()
             sums += torch.stack([loss.detach(), weight]).float()
         optimizer.step(step, sums[0], sums[1])
         if config.logs_after(step + 1):
+            optimizer.check()
             yield {"event": "step", "step": step + 1, "loss": (sums[0] / sums[1]).item()}
         if config.validates_after(step + 1) or step + 1 == steps:
+            optimizer.check()
             yield {"event": "validation", "step": step + 1} | held_out(config, loaded, judge, device)
-    optimizer.check()
 
 
 @torch.no_grad()
