@@ -225,7 +225,7 @@ def tail(
     with ctx.session(host) as session:
         if not no_follow:
             raise typer.Exit(ctx.follow(session, record, log, {}, lines=lines))
-        state = watch.show(session, record, log.feed, lines)
+        state = watch.show(session, record, ctx.history, log.feed, lines)
     log.end()
     if as_json:
         ctx.out.document({"host": record.host, "tag": record.tag, **state})
@@ -239,11 +239,11 @@ def status(run: Run = None, hosts: HostOptions = None, every: All = False, as_js
     ctx = make_context(as_json)
     if hosts or every:
         _refuse_both(run)
-        verb, show = watch.living, render.living
+        verb, show = partial(watch.living, history=ctx.history), render.living
         raise typer.Exit(ctx.on_each(ctx.places(hosts, every), verb, show, lambda states: {"runs": states}))
     host, record = ctx.find(run)
     with ctx.session(host) as session:
-        state, code = watch.status(session, record)
+        state, code = watch.status(session, record, ctx.history)
     if as_json:
         ctx.out.document(state)
     else:

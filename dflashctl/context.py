@@ -169,8 +169,7 @@ class Context:
         started = verbs.launch(session, loaded, options, os.environ, self.history, render.launching(self.out))
         record = self.history.find(f"{started.host}:{started.run}")
         self.out.note(f"{started.run} is under way; its log is {started.log}")
-        state = watch.follow(session, record, lambda _data: None, self.out.note, watch.BEGIN)
-        watch.remember(self.history, record, state)
+        watch.follow(session, record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
         return started.run, verbs.result(session, record, key)
 
     def follow(
@@ -186,12 +185,11 @@ class Context:
         from dflashctl import render, watch
 
         try:
-            state = watch.follow(session, record, log.feed, self.out.note, place, lines)
+            state = watch.follow(session, record, self.history, log.feed, self.out.note, place, lines)
         except KeyboardInterrupt:
             hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
             raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
         log.end()
-        watch.remember(self.history, record, state)
         self.out.note(f"{record.name} {render.describe(state)}")
         if self.out.as_json:
             self.out.document(document | {"host": record.host, "tag": record.tag, **state})
