@@ -150,7 +150,7 @@ def _lost(record: RunRecord, history: History, error: ContainerStoppedError) -> 
 
 def _without_host(record: RunRecord, state: str, error: DflashctlError) -> dict[str, Any]:
     ending = ("exit_code", "signal", "oom_kills", "started_at", "ended_at", "duration_s")
-    names = (*ending, "pid", "step", "last_event", "last_event_age_s", "stalled")
+    names = (*ending, "pid", "progress", "step", "last_event", "last_event_age_s", "stalled")
     known = {"run": record.run, "host": record.host, "tag": record.tag, "state": state, "error": str(error)}
     return dict.fromkeys(names) | known
 
