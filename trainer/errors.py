@@ -11,6 +11,18 @@ class TrainerError(Exception):
     exit_code = 1
 
 
+def sentence(error: BaseException) -> str:
+    """What ended a run, as its last event says it; a signal's handler raises SystemExit."""
+    match error:
+        case TrainerError():
+            return str(error)
+        case KeyboardInterrupt():
+            return "stopped by SIGINT"
+        case SystemExit():
+            return "stopped by SIGTERM"
+    return f"{type(error).__name__}: {error}"
+
+
 class ConfigError(TrainerError):
     """A value of the configuration is missing, unknown, of the wrong type or outside its range."""
 

@@ -1,4 +1,7 @@
-"""Chats become token shards: `python -m trainer.prepare --input CHATS.jsonl --output DIR --target MODEL`.
+"""Chats become token shards: `python -m trainer.prepare CONFIG.json`, or by hand with --input, --output and --target.
+
+CONFIG.json is that of the run that will train on them: its section `prepare` says of what they are made, and how, `data.path`
+is where they go, `batch.row_tokens` how long a document may be. What happens is told in events.jsonl beside it.
 
 Each line holds a conversation, as `messages` (role, content) or ShareGPT `conversations` (from, value). The target's own chat
 template renders it; the assistant's tokens, the end of their turn included, are the responses that a drafter learns. A template
@@ -18,45 +21,40 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import sys
 import time
-import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from trainer.answers import Answers, LocalAnswers, ServerAnswers
-from trainer.config import BatchConfig, TargetConfig
+from trainer.config import BatchConfig, PrepareConfig, TargetConfig, TrainConfig, is_url
 from trainer.conversations import Dropped, Messages, before_answer, conversations, questions
 from trainer.dataset import ShardWriter, Split
 from trainer.decoding import Sampling, stop_token_ids, usable_device
-from trainer.errors import DataError, TrainerError
+from trainer.errors import ConfigError, DataError, TrainerError, sentence
+from trainer.events import FAILED, FINISHED, PROGRESS, STARTED, EventLog
 from trainer.model.target import load_causal_lm, load_tokenizer, tokenizer_digest
 from trainer.regenerate import Progress, Regeneration, regenerate, regenerated
+from trainer.responses import cut, encode
 
-_ENDING = re.compile(r"\s*\S*")
-"""What closes an answer: the first word after it, such as <|im_end|> or </s>; of tags without space between, those that close
-earlier answers too."""
 _TICK_S = 10.0
 """Between two lines of progress."""
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(slots=True)
 class Report:
     """What became of the conversations."""
 
+    output: Path
     max_tokens: int
     documents: Counter[Split] = field(default_factory=Counter)
     tokens: int = 0
@@ -75,7 +73,18 @@ class Report:
             f"dropped {dropped}",
             *(f"  {count}  {reason}" for reason, count in self.dropped.most_common()),
         ]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, f"wrote {self.output}"]) + "\n"
+
+    def document(self) -> dict[str, Any]:
+        """The same for events.jsonl."""
+        return {
+            "output": str(self.output),
+            "kept": dict(self.documents),
+            "tokens": self.tokens,
+            "response_tokens": self.response_tokens,
+            "shortened": self.shortened,
+            "dropped": dict(self.dropped),
+        }
 
 
 def prepare(
@@ -85,25 +94,26 @@ def prepare(
     *,
     max_tokens: int,
     held_out: float,
+    root: Path = Path(),
     regeneration: Regeneration | None = None,
     tell: Callable[[Progress], object] = lambda _progress: None,
 ) -> Report:
     """Write shards of all conversations in `inputs` to `output`, which must not exist; raises DataError, TargetError.
 
     `held_out` is the share of conversations set aside. What stands before a conversation's first answer alone decides, so that
-    conversations that begin alike lie on one side. With `regeneration` the target writes the answers, and
-    `tell` is called with each.
+    conversations that begin alike lie on one side. With `regeneration` the target, whose folder may be relative to `root`,
+    writes the answers, and `tell` is called with each.
     """
     if output.exists():
-        raise DataError(f"{output} exists already; remove it or choose another --output")
-    tokenizer = load_tokenizer(target, Path())
+        raise DataError(f"{output} exists already; remove it or choose another place")
+    tokenizer = load_tokenizer(target, root)
     if not tokenizer.chat_template:
         raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
-    report = Report(max_tokens)
+    report = Report(output, max_tokens)
     if regeneration is None:
         chats = conversations(inputs, report.dropped)
     else:
-        chats = _answered(inputs, output, target, tokenizer, regeneration, report, tell)
+        chats = _answered(inputs, target, root, tokenizer, regeneration, report, tell)
     with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
         for messages in chats:
             _add(writer, report, tokenizer, messages, held_out)
@@ -124,14 +134,14 @@ def prepare(
 
 def _answered(
     inputs: Sequence[Path],
-    output: Path,
     target: TargetConfig,
+    root: Path,
     tokenizer: PreTrainedTokenizerBase,
     settings: Regeneration,
     report: Report,
     tell: Callable[[Progress], object],
 ) -> Iterator[Messages]:
-    """The conversations of `inputs` with the target's own answers, which lie in a journal beside `output`."""
+    """The conversations of `inputs` with the target's own answers, which lie in a journal beside the output."""
     asked = list(questions(inputs, report.dropped))
     made_with = {
         "inputs": list(map(_file_digest, inputs)),
@@ -144,8 +154,8 @@ def _answered(
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
     }
-    journal = output.with_name(f"{output.name}.regenerated.jsonl")
-    somebody = functools.partial(_somebody, target, tokenizer, settings, report.max_tokens)
+    journal = report.output.with_name(f"{report.output.name}.regenerated.jsonl")
+    somebody = functools.partial(_somebody, target, root, tokenizer, settings, report.max_tokens)
     regenerate(asked, somebody, journal, made_with, tell)
     return regenerated(journal, made_with, report.dropped)
 
@@ -156,7 +166,12 @@ def _file_digest(path: Path) -> str:
 
 
 def _somebody(
-    target: TargetConfig, tokenizer: PreTrainedTokenizerBase, settings: Regeneration, max_tokens: int, num_known: int
+    target: TargetConfig,
+    root: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Regeneration,
+    max_tokens: int,
+    num_known: int,
 ) -> Answers:
     """Who answers when `num_known` conversations have been: a server, or the target in this process.
 
@@ -172,7 +187,7 @@ def _somebody(
             works=num_known > 0,
         )
     device = usable_device(settings.device)
-    model = load_causal_lm(target, Path(), device)
+    model = load_causal_lm(target, root, device)
     window = getattr(model.config, "sliding_window", None)
     if window is not None and window < max_tokens:
         raise DataError(f"{target.path}: --max-tokens must be within the target's sliding window of {window}, got {max_tokens}")
@@ -187,70 +202,6 @@ def _somebody(
         max_tokens=max_tokens,
         max_new_tokens=settings.max_new_tokens,
     )
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-    """Token ids and loss mask of a whole conversation, both [T]; raises Dropped."""
-    try:
-        if _GENERATION.search(str(tokenizer.chat_template)):
-            out: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return np.array(out["input_ids"], dtype=np.uint32), np.array(out["assistant_masks"], dtype=np.bool_)
-        text, spans = response_spans(tokenizer, messages)
-    except jinja2.TemplateError:
-        raise Dropped("the chat template refuses it") from None
-    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    starts = np.array([start for start, _ in out["offset_mapping"]])
-    loss_mask = np.zeros(len(starts), dtype=np.bool_)
-    for begin, end in spans:
-        loss_mask |= (starts >= begin) & (starts < end)
-    return np.array(out["input_ids"], dtype=np.uint32), loss_mask
-
-
-def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation and the characters [begin, end) of each answer, end of turn included; raises Dropped.
-
-    An answer begins after the prompt that the template renders for it, which has to be how the whole text begins. It ends with
-    its own text and the end of turn; in between stands what the template adds, such as Qwen3's thinking tags around nothing.
-    The conversation ends with an answer. The end of turn is what follows the last answer, cut to the tags that follow all.
-    """
-
-    def render(count: int, *, prompt: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
-
-    text = render(len(messages))
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    prompts = [render(i, prompt=True) for i in answers]
-    if not all(text.startswith(prompt) for prompt in prompts):
-        raise Dropped("the chat template renders its turns differently inside the whole conversation")
-    bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
-    if not all(bodies):
-        raise Dropped("an answer is nothing but thoughts")
-    match = _ENDING.match(text[len(prompts[-1]) :].rpartition(bodies[-1])[2])
-    assert match is not None
-    limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]
-    for ending in _endings(match[0]):
-        closed = [body + ending for body in bodies]
-        found = [text.find(closed[i], len(prompts[i]), limits[i]) for i in range(len(bodies))]
-        if min(found) >= 0:
-            return text, [(len(prompts[i]), found[i] + len(closed[i])) for i in range(len(bodies))]
-    raise Dropped("the chat template changes the assistant's text")
-
-
-def _endings(longest: str) -> Iterator[str]:
-    """`longest`, then what is left of it without its last tag, without its last two and so on; never nothing."""
-    yield longest
-    yield from (longest[:end] for end in range(len(longest) - 1, 0, -1) if longest[end - 1] == ">")
-
-
-def cut(loss_mask: NDArray[np.bool_], max_tokens: int) -> tuple[int, bool]:
-    """How many tokens to keep, up to the end of the last answer that fits, and whether an answer is lost; raises Dropped."""
-    ends = np.flatnonzero(np.diff(loss_mask.astype(np.int8), append=0) == -1) + 1
-    fitting = ends[ends <= max_tokens]
-    if not len(ends):
-        raise Dropped("the chat template marks no token as the assistant's")
-    if not len(fitting):
-        raise Dropped(f"its first answer ends after {max_tokens} tokens")
-    return int(fitting[-1]), len(fitting) < len(ends)
 
 
 def _add(writer: ShardWriter, report: Report, tokenizer: PreTrainedTokenizerBase, messages: Messages, held_out: float) -> None:
@@ -293,13 +244,35 @@ def _folder_that_appears_whole(output: Path) -> Iterator[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    args = parser.parse_args(given)
+    if args.config is not None and len(given) > 1:
+        parser.error("CONFIG.json says everything; it goes with no option")
+    try:
+        report = _recorded(args.config) if args.config is not None else _by_hand(parser, args)
+    except TrainerError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped, nothing was written but what the target has answered; the same command goes on from there\n")
+        return 130
+    sys.stdout.write(str(report))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.prepare", description="Chats become token shards.")
-    parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL files, one conversation a line")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--target", required=True, help="folder or hub id of the target model")
+    parser.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG.json", help="do what a run's configuration says, without any option"
+    )
+    parser.add_argument("--input", type=Path, nargs="+", help="JSONL files, one conversation a line")
+    parser.add_argument("--output", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--target", help="folder or hub id of the target model")
     parser.add_argument("--gguf-file", help="name of a GGUF file inside the target's folder")
     parser.add_argument("--max-tokens", type=int, default=BatchConfig().row_tokens, help="longest document (%(default)s)")
-    parser.add_argument("--held-out", type=float, default=0.02, help="share set aside for validation (%(default)s)")
+    held_out = PrepareConfig().held_out
+    parser.add_argument("--held-out", type=float, default=held_out, help="share set aside for validation (%(default)s)")
     group = parser.add_argument_group("the target writes the answers")
     group.add_argument(
         "--regenerate", action="store_true", help="replace all answers by the target's own; needed by what follows"
@@ -313,14 +286,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the target (bfloat16)")
     group.add_argument("--server", help="URL of an OpenAI-compatible server that runs the target, such as http://host:8000/v1")
     group.add_argument("--server-model", help="what the server calls the target, if not as --target")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _by_hand(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Report:
+    """What the options say."""
+    if not (args.input and args.output and args.target):
+        parser.error("CONFIG.json, or --input, --output and --target are required")
     if args.max_tokens < 1 or not 0 <= args.held_out < 1:
         parser.error("--max-tokens must be at least 1 and --held-out 0..1, 1 excluded")
     if args.temperature < 0 or args.seed < 0 or args.max_new_tokens < 1 or args.rows < 1:
         parser.error("--temperature and --seed must be at least 0, --max-new-tokens and --rows at least 1")
-    if args.server is not None and not _is_url(args.server):
+    if args.server is not None and not is_url(args.server):
         parser.error(f"--server must be a URL such as http://host:8000/v1, got {args.server}")
-    target = TargetConfig(path=args.target, gguf_file=args.gguf_file, dtype=args.dtype or "bfloat16")
     regeneration = Regeneration(
         temperature=args.temperature,
         max_new_tokens=args.max_new_tokens,
@@ -330,50 +308,78 @@ def main(argv: Sequence[str] | None = None) -> int:
         server=args.server,
         server_model=args.server_model,
     )
-    if not args.regenerate and (regeneration != defaults or args.dtype):
+    if not args.regenerate and (regeneration != Regeneration() or args.dtype):
         parser.error(
             "--temperature, --max-new-tokens, --rows, --seed, --device, --dtype, --server and --server-model need --regenerate"
         )
-    try:
-        report = prepare(
-            args.input,
-            args.output,
-            target,
-            max_tokens=args.max_tokens,
-            held_out=args.held_out,
-            regeneration=regeneration if args.regenerate else None,
-            tell=_Ticker(),
-        )
-    except TrainerError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        kept = "; what is answered is kept, the same command goes on from there" if args.regenerate else ""
-        sys.stderr.write(f"stopped, nothing was written{kept}\n")
-        return 130
-    sys.stdout.write(f"{report}wrote {args.output}\n")
-    return 0
+    return prepare(
+        args.input,
+        args.output,
+        TargetConfig(path=args.target, gguf_file=args.gguf_file, dtype=args.dtype or "bfloat16"),
+        max_tokens=args.max_tokens,
+        held_out=args.held_out,
+        regeneration=regeneration if args.regenerate else None,
+        tell=_Ticker(),
+    )
 
 
-def _is_url(text: str) -> bool:
+def _recorded(path: Path) -> Report:
+    """What the configuration of a run says, told in events.jsonl beside it."""
     try:
-        parts = urllib.parse.urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+        text = path.read_text(encoding="utf-8")
+        log = EventLog(path.parent / "events.jsonl")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be used: {error}") from None
+    with contextlib.closing(log):
+        try:
+            config = TrainConfig.from_json(path, text)
+            config.prepare.check()
+            log.write(STARTED, input=config.prepare.input, output=config.data.path, target=config.target.path)
+            report = _configured(config, _Ticker(lambda progress: log.write(PROGRESS, **asdict(progress))))
+            log.write(FINISHED, **report.document())
+        except BaseException as error:
+            with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
+                log.write(FAILED, error=sentence(error))
+            raise
+    return report
+
+
+def _configured(config: TrainConfig, tell: Callable[[Progress], object]) -> Report:
+    root, how = Path(config.run.root), config.prepare
+    regeneration = Regeneration(
+        temperature=how.temperature,
+        max_new_tokens=how.max_new_tokens,
+        num_rows=how.rows,
+        seed=config.run.seed,
+        device=config.prepare_device,
+        server=how.server,
+        server_model=how.server_model,
+    )
+    return prepare(
+        [root / path for path in how.input],
+        root / config.data.path,
+        config.target,
+        root=root,
+        max_tokens=config.batch.row_tokens,
+        held_out=how.held_out,
+        regeneration=regeneration if how.regenerate else None,
+        tell=tell,
+    )
 
 
 class _Ticker:
-    """A line on stderr, not too often."""
+    """A line on stderr, and whatever `tell` does, not too often."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[Progress], object] = lambda _progress: None) -> None:
         self._next = time.monotonic()
+        self._tell = tell
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
         if now < self._next and progress.done < progress.total:
             return
         self._next = now + _TICK_S
+        self._tell(progress)
         left = "" if progress.remaining_s is None else f", {_duration(progress.remaining_s)} left"
         sys.stderr.write(
             f"answered {progress.done} of {progress.total} conversations, {progress.conversations_per_s:.2f}/s, "

@@ -115,6 +115,7 @@ def regenerated(journal: Path, made_with: dict[str, Any], dropped: Counter[str])
 @contextlib.contextmanager
 def _locked(journal: Path) -> Iterator[Any]:
     """The journal for appending, ours alone; one without a line does not stay."""
+    journal.parent.mkdir(parents=True, exist_ok=True)
     with journal.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +170,7 @@ def _scan(journal: Path, made_with: dict[str, Any]) -> dict[int, int]:
         key = different[0]
         raise DataError(
             f"{journal} holds answers that were made otherwise: {key} was {before.get(key)!r}, is {made_with[key]!r}; "
-            "remove it to begin anew, or choose another --output"
+            "remove it to begin anew, or choose another output"
         )
     return known
 

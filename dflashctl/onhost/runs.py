@@ -165,6 +165,18 @@ def trained(args: dict[str, Any]) -> dict[str, Any]:
     return {"config": config, "checkpoint": _newest_checkpoint(layout, folder)}
 
 
+def check_preparation(args: dict[str, Any]) -> dict[str, Any]:
+    """Raise Fault where `output` is there already, or one of `inputs` is not; all relative to the root."""
+    root = Path(args["root"])
+    if os.path.lexists(root / args["output"]):
+        raise Fault("config", f"{root / args['output']} exists already", "remove it, or set data.path to another folder")
+    missing = [path for path in args["inputs"] if not (root / path).is_file()]
+    if missing:
+        hint = f"dflashctl push {args['host']} FILE {missing[0]}"
+        raise Fault("config", f"prepare.input must name files, got {root / missing[0]}, which is none", hint)
+    return {}
+
+
 def list_runs(args: dict[str, Any]) -> dict[str, Any]:
     """Every run under the root, with its record and state."""
     return {"runs": [_entry(folder) for folder in Layout(args["root"]).all_runs()]}
@@ -191,4 +203,4 @@ def _entry(folder: RunFolder) -> dict[str, Any]:
     return {"record": record, "state": state_of(folder), "run_dir": str(folder.path), "log": str(folder.log)}
 
 
-VERBS = {"launch": launch, "list": list_runs, "find": find, "trained": trained}
+VERBS = {"launch": launch, "list": list_runs, "find": find, "trained": trained, "check_preparation": check_preparation}

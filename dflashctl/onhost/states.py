@@ -42,6 +42,7 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
         "started_at": _utc(started),
         "ended_at": _utc(ended),
         "duration_s": _duration(begun, over, state) if begun else _age(started, ended),
+        "progress": _progress(event) if event.get("event") == "progress" else None,
         "step": last_event(folder.events, "step").get("step") if event else None,
         "last_event": event.get("event"),
         "last_event_age_s": _age(_mtime(folder.events), None) if event else None,
@@ -105,6 +106,12 @@ def _state(folder: RunFolder, alive: bool, code: int | None, started: float | No
     claimed = _mtime(folder.record_path)
     fresh = started is None and claimed is not None and abs(time.time() - claimed) < CLAIM_GRACE_S
     return "starting" if fresh else "lost"
+
+
+def _progress(event: dict[str, Any]) -> dict[str, Any]:
+    """How far a preparation is; what is no number is None."""
+    names = ("done", "total", "conversations_per_s", "tokens_per_s", "remaining_s")
+    return {name: event.get(name) if isinstance(event.get(name), (int, float)) else None for name in names}
 
 
 def _is_stalled(folder: RunFolder) -> bool:

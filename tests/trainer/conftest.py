@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import tokenizers
 import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
 
 from trainer import pipeline
 from trainer.batch import NO_DOCUMENT, Batch
@@ -58,6 +61,24 @@ def target_info() -> TargetInfo:
         eos_token_id=2,
         pad_token_id=None,
     )
+
+
+@pytest.fixture
+def make_target(tmp_path: Path) -> Callable[[str | None], Path]:
+    """Saves a tokenizer of bytes with this chat template."""
+
+    def make(template: str | None) -> Path:
+        alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        inner = tokenizers.Tokenizer(models.BPE(alphabet, []))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        inner.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<think>", "</think>"])
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / "target")
+        return tmp_path / "target"
+
+    return make
 
 
 def _make_batch(

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import transformers
-from tokenizers import decoders, models, pre_tokenizers
 
-from trainer import prepare
+from trainer import prepare, responses
 from trainer.config import TargetConfig
+from trainer.conversations import Dropped
 from trainer.dataset import Shards, open_shards
 from trainer.model.target import load_tokenizer
 
@@ -70,24 +69,6 @@ CHAT = [
 ]
 
 
-@pytest.fixture
-def make_target(tmp_path: Path) -> Callable[[str | None], Path]:
-    """Save a tokenizer of bytes with this chat template."""
-
-    def make(template: str | None) -> Path:
-        alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        inner = tokenizers.Tokenizer(models.BPE(alphabet, []))
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
-        inner.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|end|>", "<|endoftext|>"])
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path / "target")
-        return tmp_path / "target"
-
-    return make
-
-
 def marked(tokenizer: Any, tokens: Any, loss_mask: Any) -> str:
     """The text with every response in double brackets."""
     spans = groupby(zip(tokens.tolist(), loss_mask.tolist(), strict=True), key=lambda pair: pair[1])
@@ -126,14 +107,14 @@ def test_responses_are_the_assistants_tokens_with_their_end_of_turn(
     make_target: Callable[[str], Path], template: str, expected: str
 ) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(template))
-    assert marked(tokenizer, *prepare.encode(tokenizer, CHAT)) == expected
+    assert marked(tokenizer, *responses.encode(tokenizer, CHAT)) == expected
 
 
 def test_what_the_target_thinks_before_its_last_answer_is_a_response_too(make_target: Callable[[str], Path]) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(THINKING))
     answers = ["<think>\na greeting\n</think>\n\nhi", "<think>\na question\n</think>\n\nwell"]
     chat = [{"role": "system", "content": "Be brief"}, CHAT[0], {"role": "assistant", "content": answers[0]}, CHAT[2]]
-    assert marked(tokenizer, *prepare.encode(tokenizer, [*chat, {"role": "assistant", "content": answers[1]}])) == (
+    assert marked(tokenizer, *responses.encode(tokenizer, [*chat, {"role": "assistant", "content": answers[1]}])) == (
         "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦hi<|im_end|>⟧\n"
         "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n⟦<think>\na question\n</think>\n\nwell<|im_end|>⟧\n"
     )
@@ -149,8 +130,8 @@ def test_smollm2s_own_template_and_tokenizer(tmp_path: Path) -> None:
         "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n⟦well<|im_end|>⟧\n"
     )
     told = [{"role": "system", "content": "Be brief"}, *CHAT]
-    assert marked(tokenizer, *prepare.encode(tokenizer, told)) == f"<|im_start|>system\nBe brief<|im_end|>\n{rest}"
-    system, _, conversation = marked(tokenizer, *prepare.encode(tokenizer, CHAT)).partition("<|im_end|>\n")
+    assert marked(tokenizer, *responses.encode(tokenizer, told)) == f"<|im_start|>system\nBe brief<|im_end|>\n{rest}"
+    system, _, conversation = marked(tokenizer, *responses.encode(tokenizer, CHAT)).partition("<|im_end|>\n")
     assert system.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert conversation == rest
 
@@ -158,9 +139,9 @@ def test_smollm2s_own_template_and_tokenizer(tmp_path: Path) -> None:
 def test_thoughts_that_a_template_leaves_out_are_no_obstacle(make_target: Callable[[str], Path]) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(THINKING))
     chat = [CHAT[0], {"role": "assistant", "content": "<think>\na greeting\n</think>\n\nhi"}, *CHAT[2:]]
-    assert "assistant\n⟦hi<|im_end|>⟧\n" in marked(tokenizer, *prepare.encode(tokenizer, chat))
-    with pytest.raises(prepare.Dropped, match="nothing but thoughts"):
-        prepare.encode(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>"}])
+    assert "assistant\n⟦hi<|im_end|>⟧\n" in marked(tokenizer, *responses.encode(tokenizer, chat))
+    with pytest.raises(Dropped, match="nothing but thoughts"):
+        responses.encode(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>"}])
 
 
 @pytest.mark.parametrize(
@@ -170,8 +151,8 @@ def test_what_a_template_does_not_render_plainly_is_dropped(
     make_target: Callable[[str], Path], template: str, reason: str
 ) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(template))
-    with pytest.raises(prepare.Dropped, match=reason):
-        prepare.encode(tokenizer, CHAT)
+    with pytest.raises(Dropped, match=reason):
+        responses.encode(tokenizer, CHAT)
 
 
 def write_lines(folder: Path, records: list[Any]) -> Path:
@@ -355,9 +336,9 @@ def test_a_missing_file_an_existing_output_and_a_missing_target_are_refused(
 
 def test_cut_needs_an_answer_and_room_for_it() -> None:
     mask = np.array([0, 1, 1, 0, 0, 1, 1, 1, 0], dtype=bool)
-    assert prepare.cut(mask, 100) == (8, False)
-    assert prepare.cut(mask, 7) == (3, True)
-    with pytest.raises(prepare.Dropped, match="its first answer ends after 2 tokens"):
-        prepare.cut(mask, 2)
-    with pytest.raises(prepare.Dropped, match="marks no token"):
-        prepare.cut(np.zeros(4, dtype=bool), 2)
+    assert responses.cut(mask, 100) == (8, False)
+    assert responses.cut(mask, 7) == (3, True)
+    with pytest.raises(Dropped, match="its first answer ends after 2 tokens"):
+        responses.cut(mask, 2)
+    with pytest.raises(Dropped, match="marks no token"):
+        responses.cut(np.zeros(4, dtype=bool), 2)

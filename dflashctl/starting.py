@@ -1,0 +1,174 @@
+"""The commands that start runs: launch, smoke, prepare, eval. Parse, call one verb, render; `dflashctl.cli` registers them.
+
+Nothing heavy is imported before a command needs it, so that `--help` and completion answer at once.
+"""
+
+import os
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from dflashctl.arguments import EnvFile, File, Follow, Gpus, HostName, Json, Sets, WaitGpu
+from dflashctl.context import make_context
+from dflashctl.errors import ExitCode, SmokeRefusal, UsageError
+
+
+def launch(
+    tag: Annotated[str | None, typer.Option("--tag", help="The hypothesis's short name.")] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on from RUN's newest checkpoint, as a run of its own.")
+    ] = None,
+    experiment: File = None,
+    host: HostName = None,
+    gpus: Gpus = None,
+    sets: Sets = None,
+    env_file: EnvFile = None,
+    follow: Follow = False,
+    no_deploy: Annotated[bool, typer.Option("--no-deploy", help="Run the host's active release as it is.")] = False,
+    warm_cache: Annotated[bool, typer.Option("--warm-cache", help="Share a compile cache with runs alike.")] = False,
+    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Empty the host's default inductor cache.")] = False,
+    smoke_first: Annotated[bool, typer.Option("--smoke", help="Only if a smoke run says go.")] = False,
+    wait_gpu: WaitGpu = 0.0,
+    force: Annotated[bool, typer.Option("--force", help="Use GPUs that are busy, held or unknown; says which.")] = False,
+    startup_seconds: Annotated[float, typer.Option(min=0, max=3600, help="How long to watch the start.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Start a run of experiment TAG, detached, and see whether it survives its start.
+
+    Examples: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
+              dflashctl launch --resume threadwarm-1
+    """
+    from dflashctl import launch as verbs
+    from dflashctl import placement, programs, render
+    from dflashctl.hosts import read_env_file
+
+    ctx = make_context(as_json)
+    parent = ctx.find(resume)[1] if resume else None
+    if parent:
+        if host not in (None, parent.host):
+            raise UsageError(f"{parent.name} can be resumed on its own host only, got --host {host}")
+        tag, host = tag or parent.tag, parent.host
+    if tag is None:
+        raise UsageError("launch needs --tag, or --resume RUN")
+    loaded, place = ctx.experiment(tag, experiment, sets, host)
+    options = verbs.Options(
+        gpus=placement.parse_gpus(gpus) if gpus is not None else None,
+        resume=parent,
+        no_deploy=no_deploy,
+        warm_cache=warm_cache,
+        clear_cache=clear_cache,
+        secrets=read_env_file(env_file) if env_file else {},
+        startup_seconds=startup_seconds,
+        wait_gpu_s=wait_gpu,
+        force=force,
+    )
+    with ctx.session(place) as session:
+        if smoke_first:
+            run, found = ctx.measure(session, loaded, replace(options, program=programs.SMOKE), "go")
+            if not found["go"]:
+                raise SmokeRefusal(f"{run} says no-go: {'; '.join(found['reasons'])}", details={"run": run, **found})
+        started = verbs.launch(session, loaded, options, os.environ, ctx.history, render.launching(ctx.out))
+        raise typer.Exit(ctx.show_started(session, started, follow))
+
+
+def smoke(
+    tag: Annotated[str, typer.Option("--tag", help="The experiment.")],
+    experiment: File = None,
+    host: HostName = None,
+    gpus: Gpus = None,
+    sets: Sets = None,
+    env_file: EnvFile = None,
+    as_json: Json = False,
+) -> None:
+    """Try a few steps of experiment TAG at its real size on its real devices: go (0) or no-go (1), and why.
+
+    Example: dflashctl smoke --tag threadwarm && dflashctl launch --tag threadwarm
+    """
+    from dflashctl import launch as verbs
+    from dflashctl import placement, programs, render
+    from dflashctl.hosts import read_env_file
+
+    ctx = make_context(as_json)
+    loaded, place = ctx.experiment(tag, experiment, sets, host)
+    options = verbs.Options(
+        gpus=placement.parse_gpus(gpus) if gpus is not None else None, secrets=read_env_file(env_file) if env_file else {}
+    )
+    with ctx.session(place) as session:
+        run, found = ctx.measure(session, loaded, replace(options, program=programs.SMOKE), "go")
+    if as_json:
+        ctx.out.document({"run": run, "host": place.name, **found})
+    else:
+        render.verdict(ctx.out, run, found)
+    raise typer.Exit(ExitCode.OK if found["go"] else ExitCode.RUN_FAILED)
+
+
+def prepare(
+    tag: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="The experiment; its section `prepare` says how.")],
+    experiment: File = None,
+    host: HostName = None,
+    gpus: Gpus = None,
+    sets: Sets = None,
+    env_file: EnvFile = None,
+    follow: Follow = False,
+    wait_gpu: WaitGpu = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Make the data of EXPERIMENT from chats, on its host, as a run of its own; killed, the same again goes on.
+
+    Example: dflashctl prepare smollm2own --follow
+    """
+    from dflashctl import launch as verbs
+    from dflashctl import placement, programs, render
+    from dflashctl.hosts import read_env_file
+
+    ctx = make_context(as_json)
+    loaded, place = ctx.experiment(tag, experiment, sets, host)
+    with ctx.session(place) as session:
+        loaded, program = programs.preparation(session, loaded)
+        options = verbs.Options(
+            program=program,
+            gpus=placement.parse_gpus(gpus) if gpus is not None else None,
+            secrets=read_env_file(env_file) if env_file else {},
+            wait_gpu_s=wait_gpu,
+        )
+        started = verbs.launch(session, loaded, options, os.environ, ctx.history, render.launching(ctx.out))
+        raise typer.Exit(ctx.show_started(session, started, follow))
+
+
+def evaluate(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, unique prefix, or HOST:RUN.")],
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Prompts or shards under the host's root; default: what RUN's data hold out."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    gpus: Annotated[str | None, typer.Option(metavar="0", help="The GPU by nvidia-smi's index.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what RUN's newest checkpoint is worth: acceptance length and speed of lossless speculative decoding.
+
+    Example: dflashctl eval threadwarm-1 --limit 64
+    """
+    from dflashctl import launch as verbs
+    from dflashctl import placement, programs, render
+
+    ctx = make_context(as_json)
+    host, record = ctx.find(run)
+    more = [
+        *(["--limit", str(limit)] if limit else []),
+        "--max-new-tokens",
+        str(max_new_tokens),
+        "--temperature",
+        str(temperature),
+    ]
+    with ctx.session(host) as session:
+        loaded, program = programs.evaluation(session, record, prompts, more)
+        options = verbs.Options(program=program, gpus=placement.parse_gpus(gpus) if gpus is not None else None)
+        name, found = ctx.measure(session, loaded, options, "acceptance_length")
+    if as_json:
+        ctx.out.document({"run": name, "host": host.name, "of": record.run, **found})
+    else:
+        render.acceptance(ctx.out, name, found)

@@ -1,0 +1,80 @@
+"""What `dflashctl runs` remembers: each verb that learns a run's state leaves it in this machine's history."""
+
+from pathlib import Path
+
+import pytest
+
+from dflashctl.errors import EnvironmentFault
+from dflashctl.runs import History, RunRecord
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+UNTIL_TOLD = """
+import pathlib, sys, time
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+sys.exit(3)
+"""
+
+
+def remembered(bench, run: str) -> list[str]:
+    rows = [line.split("\t") for line in bench("runs").stdout.splitlines()]
+    return next(row[2:4] for row in rows if row[0] == run)
+
+
+@pytest.fixture
+def ended(bench):
+    """A run that has exited 3 since `runs` last heard of it."""
+    bench.trainer(UNTIL_TOLD)
+    assert bench("launch", "--tag", "quick", "--startup-seconds", "0").exit_code == 0
+    assert remembered(bench, "quick-1") == ["running", "-"]
+    (bench.run_folder("quick-1") / "go").touch()
+    bench.until((bench.run_folder("quick-1") / "exit_code").exists)
+    assert remembered(bench, "quick-1") == ["running", "-"]
+    return bench
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("status", "quick-1"),
+        ("status", "--host", "local"),
+        ("tail", "quick-1"),
+        ("tail", "quick-1", "--no-follow"),
+        ("stop", "quick-1"),
+    ],
+    ids=" ".join,
+)
+def test_what_a_verb_learns_is_remembered(ended, words: tuple[str, ...]) -> None:
+    ended(*words)
+    assert remembered(ended, "quick-1") == ["exited", "3"]
+
+
+def test_a_run_that_is_followed_stopped_or_measured_is_remembered_as_it_ended(bench) -> None:
+    bench.trainer("import time; time.sleep(1)")
+    bench("launch", "--tag", "quick", "--startup-seconds", "0", "--follow")
+    assert remembered(bench, "quick-1") == ["exited", "0"]
+    bench.trainer(SLEEPER)
+    bench("launch", "--tag", "quick", "--startup-seconds", "0")
+    bench("stop", "quick-2")
+    assert remembered(bench, "quick-2")[0] == "stopped"
+    bench.trainer("import json; print(json.dumps({'go': True, 'reasons': []}))", "smoke.py")
+    bench("smoke", "--tag", "quick")
+    assert remembered(bench, "quick-smoke-1") == ["exited", "0"]
+
+
+def test_what_is_known_already_is_not_written_again(ended) -> None:
+    path = ended.folder / "state/history.jsonl"
+    ended("status", "quick-1")
+    known = path.read_bytes()
+    for words in (("status", "quick-1"), ("tail", "quick-1"), ("stop", "quick-1"), ("status", "--all")):
+        ended(*words)
+    assert path.read_bytes() == known
+
+
+def test_a_history_that_cannot_be_written_hides_no_state(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    history = History(tmp_path / "file" / "state", {})
+    record = RunRecord(launch_id="1", host="local", place="here", tag="quick", created_at="now", run="quick-1")
+    with pytest.raises(EnvironmentFault, match="history cannot be written"):
+        history.append(record)
+    history.remember(record, {"state": "exited", "exit_code": 3})

@@ -1,0 +1,84 @@
+"""Which tokens of a conversation are the assistant's: those that a drafter learns.
+
+A module of its own because it is all about chat templates, and `trainer.prepare` about files. Pure.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from trainer.conversations import Dropped, Messages
+
+_ENDING = re.compile(r"\s*\S*")
+"""What closes an answer: the first word after it, such as <|im_end|> or </s>; of tags without space between, those that close
+earlier answers too."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+    """Token ids and loss mask of a whole conversation, both [T]; raises Dropped."""
+    try:
+        if _GENERATION.search(str(tokenizer.chat_template)):
+            out: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return np.array(out["input_ids"], dtype=np.uint32), np.array(out["assistant_masks"], dtype=np.bool_)
+        text, spans = response_spans(tokenizer, messages)
+    except jinja2.TemplateError:
+        raise Dropped("the chat template refuses it") from None
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = np.array([start for start, _ in out["offset_mapping"]])
+    loss_mask = np.zeros(len(starts), dtype=np.bool_)
+    for begin, end in spans:
+        loss_mask |= (starts >= begin) & (starts < end)
+    return np.array(out["input_ids"], dtype=np.uint32), loss_mask
+
+
+def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation and the characters [begin, end) of each answer, end of turn included; raises Dropped.
+
+    An answer begins after the prompt that the template renders for it, which has to be how the whole text begins. It ends with
+    its own text and the end of turn; in between stands what the template adds, such as Qwen3's thinking tags around nothing.
+    The conversation ends with an answer. The end of turn is what follows the last answer, cut to the tags that follow all.
+    """
+
+    def render(count: int, *, prompt: bool = False) -> str:
+        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
+
+    text = render(len(messages))
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    prompts = [render(i, prompt=True) for i in answers]
+    if not all(text.startswith(prompt) for prompt in prompts):
+        raise Dropped("the chat template renders its turns differently inside the whole conversation")
+    bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
+    if not all(bodies):
+        raise Dropped("an answer is nothing but thoughts")
+    match = _ENDING.match(text[len(prompts[-1]) :].rpartition(bodies[-1])[2])
+    assert match is not None
+    limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]
+    for ending in _endings(match[0]):
+        closed = [body + ending for body in bodies]
+        found = [text.find(closed[i], len(prompts[i]), limits[i]) for i in range(len(bodies))]
+        if min(found) >= 0:
+            return text, [(len(prompts[i]), found[i] + len(closed[i])) for i in range(len(bodies))]
+    raise Dropped("the chat template changes the assistant's text")
+
+
+def _endings(longest: str) -> Iterator[str]:
+    """`longest`, then what is left of it without its last tag, without its last two and so on; never nothing."""
+    yield longest
+    yield from (longest[:end] for end in range(len(longest) - 1, 0, -1) if longest[end - 1] == ">")
+
+
+def cut(loss_mask: NDArray[np.bool_], max_tokens: int) -> tuple[int, bool]:
+    """How many tokens to keep, up to the end of the last answer that fits, and whether an answer is lost; raises Dropped."""
+    ends = np.flatnonzero(np.diff(loss_mask.astype(np.int8), append=0) == -1) + 1
+    fitting = ends[ends <= max_tokens]
+    if not len(ends):
+        raise Dropped("the chat template marks no token as the assistant's")
+    if not len(fitting):
+        raise Dropped(f"its first answer ends after {max_tokens} tokens")
+    return int(fitting[-1]), len(fitting) < len(ends)
