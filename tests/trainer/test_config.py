@@ -59,6 +59,7 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("prepare.temperature", -1, "prepare.temperature must be at least 0, got -1.0"),
         ("prepare.rows", 0, "prepare.rows must be at least 1, got 0"),
         ("run.keep_checkpoints", 0, "run.keep_checkpoints must be at least 1, got 0"),
+        ("prepare.max_tokens", 4000, "prepare.max_tokens must be at most batch.row_tokens (3072), got 4000"),
         ("batch.row_tokens", 16, "draft.block_size must be below batch.row_tokens (16), got 16"),
     ],
 )

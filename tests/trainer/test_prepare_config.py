@@ -55,6 +55,13 @@ def test_everything_is_in_the_configuration(config: dict[str, Any], tmp_path: Pa
     assert finished["dropped"] == {"its first answer ends after 60 tokens": 1}
 
 
+def test_documents_may_be_kept_shorter_than_a_row(config: dict[str, Any], tmp_path: Path) -> None:
+    config["batch"]["row_tokens"] = 400
+    config["prepare"]["max_tokens"] = 60
+    assert prepare.main([written(tmp_path, config)]) == 0
+    assert events(tmp_path)[-1]["dropped"] == {"its first answer ends after 60 tokens": 1}
+
+
 @pytest.mark.parametrize(
     ("section", "change", "sentence"),
     [
