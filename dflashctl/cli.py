@@ -200,12 +200,12 @@ def runs(
     found = [r for r in ctx.history.records() if r.run and host in (None, r.host)][:limit]
     ctx.warn_of_torn_lines()
     if as_json:
-        names = ("run", "host", "tag", "state", "exit_code", "created_at", "release", "hypothesis", "launch_id")
+        names = ("run", "host", "tag", "state", "exit_code", "created_at", "resumes", "release", "hypothesis", "launch_id")
         listed = [{name: getattr(record, name) for name in names} for record in found]
         ctx.out.document({"runs": listed, "errors": errors})
         raise typer.Exit(worst)
-    rows = [(r.run, r.host, r.state, r.exit_code, r.created_at, (r.hypothesis or "").strip()) for r in found]
-    ctx.out.table(("run", "host", "state", "exit", "launched", "hypothesis"), rows)
+    rows = [(r.run, r.host, r.state, r.exit_code, r.created_at, r.resumes, (r.hypothesis or "").strip()) for r in found]
+    ctx.out.table(("run", "host", "state", "exit", "launched", "resumes", "hypothesis"), rows)
     raise typer.Exit(worst)
 
 

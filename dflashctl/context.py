@@ -172,15 +172,23 @@ class Context:
         watch.follow(session, record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
         return started.run, programs.result(session, record, key)
 
-    def show_started(self, session: "HostSession", started: "Launched", follow: bool) -> ExitCode:
-        """Say that a run is under way; with `follow` show its log until it ends."""
-        from dflashctl import render, watch
+    def start(self, session: "HostSession", loaded: "Experiment", options: "Options") -> "Launched":
+        """Launch a run, and say for people what is under way."""
+        from dflashctl import launch as verbs
+        from dflashctl import render
 
+        started = verbs.launch(session, loaded, options, os.environ, self.history, render.launching(self.out))
         if not self.out.as_json:
             render.launched(self.out, started)
-        elif not follow:
-            self.out.document(started.document())
+        return started
+
+    def leave_or_follow(self, session: "HostSession", started: "Launched", follow: bool) -> ExitCode:
+        """What comes of a run that is under way: for now, or with `follow` its log until it ends."""
+        from dflashctl import watch
+
         if not follow:
+            if self.out.as_json:
+                self.out.document(started.document())
             return ExitCode.OK
         record = self.history.find(f"{started.host}:{started.run}")
         return self.follow(session, record, self.out.log(), started.document(), watch.BEGIN)
@@ -194,7 +202,21 @@ class Context:
         place: dict[str, Any] | None = None,
         lines: int = 10,
     ) -> ExitCode:
-        """Show the log until the run ends; OK if it exited 0. Ctrl-C leaves the run alone and raises InterruptedByUser."""
+        """Show the log until the run ends, then `document` with its last state; OK if it exited 0."""
+        state = self.watch(session, record, log, place, lines)
+        if self.out.as_json:
+            self.out.document(document | state)
+        return ExitCode.OK if state["exit_code"] == 0 else ExitCode.RUN_FAILED
+
+    def watch(
+        self,
+        session: "HostSession",
+        record: "RunRecord",
+        log: "LogStream",
+        place: dict[str, Any] | None = None,
+        lines: int = 10,
+    ) -> dict[str, Any]:
+        """Show the log until the run ends; its last state. Ctrl-C leaves the run alone and raises InterruptedByUser."""
         from dflashctl import render, watch
 
         try:
@@ -204,9 +226,7 @@ class Context:
             raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
         log.end()
         self.out.note(f"{record.name} {render.describe(state)}")
-        if self.out.as_json:
-            self.out.document(document | {"host": record.host, "tag": record.tag, **state})
-        return ExitCode.OK if state["exit_code"] == 0 else ExitCode.RUN_FAILED
+        return {"host": record.host, "tag": record.tag, **state}
 
     def load(self, tag: str, file: Path | None, sets: list[str] | None) -> "Experiment":
         """The experiment in `file`, else in the nearest folder `experiments`, here or above."""

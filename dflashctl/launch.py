@@ -41,6 +41,8 @@ class Options:
     program: Program = TRAINER
     resume: RunRecord | None = None
     """Go on from its newest checkpoint."""
+    release: str | None = None
+    """One that is on the host already, of an earlier run. None: the newest, deployed if need be."""
     no_deploy: bool = False
     warm_cache: bool = False
     clear_cache: bool = False
@@ -120,6 +122,7 @@ def launch(
         tag=f"{experiment.tag}{options.program.suffix}",
         created_at=_now(),
         hypothesis=experiment.hypothesis,
+        resumes=options.resume.run if options.resume else None,
     )
     history.append(record)  # before anything is sent: a lost link then leaves something to look for
     record = replace(record, release=_release(session, options, environ, report))
@@ -139,6 +142,8 @@ def launch(
 
 
 def _release(session: HostSession, options: Options, environ: Mapping[str, str], report: Callable[[str, object], None]) -> str:
+    if options.release is not None:
+        return options.release
     if options.no_deploy:
         active: str | None = session.call("releases", "current", {"root": session.host.root})["release"]
         if active is None:

@@ -33,6 +33,8 @@ class RunRecord:
     run: str | None = None
     release: str | None = None
     hypothesis: str | None = None
+    resumes: str | None = None
+    """The run from whose checkpoint it went on."""
     state: str | None = None
     exit_code: int | None = None
 
@@ -54,6 +56,7 @@ def record_of(entry: Mapping[str, Any], host: str, place: str) -> RunRecord:
         run=str(record.get("run")),
         release=record.get("release"),
         hypothesis=record.get("hypothesis"),
+        resumes=record.get("resumes"),
         state=state["state"],
         exit_code=state["exit_code"],
     )
@@ -174,7 +177,7 @@ class History:
 
 def _is_record(values: Any) -> bool:
     required = all(isinstance(values.get(name), str) for name in ("launch_id", "host", "place", "tag", "created_at"))
-    optional = all(isinstance(values.get(name), str | None) for name in ("run", "release", "hypothesis", "state"))
+    optional = all(isinstance(values.get(name), str | None) for name in ("run", "release", "hypothesis", "resumes", "state"))
     return required and optional and isinstance(values.get("exit_code"), int | None)
 
 

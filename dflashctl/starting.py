@@ -3,7 +3,6 @@
 Nothing heavy is imported before a command needs it, so that `--help` and completion answer at once.
 """
 
-import os
 from dataclasses import replace
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from dflashctl.arguments import EnvFile, File, Follow, Gpus, HostName, Json, Sets, WaitGpu
 from dflashctl.context import make_context
-from dflashctl.errors import ExitCode, SmokeRefusal, UsageError
+from dflashctl.errors import ConfigurationError, ExitCode, SmokeRefusal, UsageError
 
 
 def launch(
@@ -25,6 +24,9 @@ def launch(
     sets: Sets = None,
     env_file: EnvFile = None,
     follow: Follow = False,
+    retries: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Stay, and after a death that more tries can mend go on, N times at most.")
+    ] = 0,
     no_deploy: Annotated[bool, typer.Option("--no-deploy", help="Run the host's active release as it is.")] = False,
     warm_cache: Annotated[bool, typer.Option("--warm-cache", help="Share a compile cache with runs alike.")] = False,
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Empty the host's default inductor cache.")] = False,
@@ -38,10 +40,12 @@ def launch(
 
     Examples: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
               dflashctl launch --resume threadwarm-1
+              dflashctl launch --tag threadwarm --retries 3
     """
     from dflashctl import launch as verbs
-    from dflashctl import placement, programs, render
+    from dflashctl import placement, programs, watch
     from dflashctl.hosts import read_env_file
+    from dflashctl.retries import stay
 
     ctx = make_context(as_json)
     parent = ctx.find(resume)[1] if resume else None
@@ -52,6 +56,8 @@ def launch(
     if tag is None:
         raise UsageError("launch needs --tag, or --resume RUN")
     loaded, place = ctx.experiment(tag, experiment, sets, host)
+    if retries and "run.resume" in loaded.origins:
+        raise ConfigurationError("run.resume is set by --retries; take it out of the experiment and of --set, say --resume RUN")
     options = verbs.Options(
         gpus=placement.parse_gpus(gpus) if gpus is not None else None,
         resume=parent,
@@ -68,8 +74,20 @@ def launch(
             run, found = ctx.measure(session, loaded, replace(options, program=programs.SMOKE), "go")
             if not found["go"]:
                 raise SmokeRefusal(f"{run} says no-go: {'; '.join(found['reasons'])}", details={"run": run, **found})
-        started = verbs.launch(session, loaded, options, os.environ, ctx.history, render.launching(ctx.out))
-        raise typer.Exit(ctx.show_started(session, started, follow))
+        if not retries:
+            raise typer.Exit(ctx.leave_or_follow(session, ctx.start(session, loaded, options), follow))
+        tries = stay(
+            session,
+            ctx.history,
+            options,
+            retries,
+            start=lambda options: ctx.start(session, loaded, options),
+            follow=lambda record: ctx.watch(session, record, ctx.out.log(), watch.BEGIN),
+            note=ctx.out.note,
+        )
+    if as_json:
+        ctx.out.document(tries[-1] | {"tries": tries})
+    raise typer.Exit(ExitCode.OK if tries[-1]["exit_code"] == 0 else ExitCode.RUN_FAILED)
 
 
 def smoke(
@@ -119,7 +137,7 @@ def prepare(
     Example: dflashctl prepare smollm2own --follow
     """
     from dflashctl import launch as verbs
-    from dflashctl import placement, programs, render
+    from dflashctl import placement, programs
     from dflashctl.hosts import read_env_file
 
     ctx = make_context(as_json)
@@ -132,8 +150,7 @@ def prepare(
             secrets=read_env_file(env_file) if env_file else {},
             wait_gpu_s=wait_gpu,
         )
-        started = verbs.launch(session, loaded, options, os.environ, ctx.history, render.launching(ctx.out))
-        raise typer.Exit(ctx.show_started(session, started, follow))
+        raise typer.Exit(ctx.leave_or_follow(session, ctx.start(session, loaded, options), follow))
 
 
 def evaluate(

@@ -48,6 +48,8 @@ class CheckpointError(TrainerError):
 class NonFiniteError(TrainerError):
     """A loss or gradient became NaN or infinite; the step was not applied."""
 
+    exit_code = 4
+
 
 class WorkerError(TrainerError):
     """A worker thread died or hung; the text names the thread and its first cause."""

@@ -56,10 +56,8 @@ def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tu
     bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
     if not all(bodies):
         raise Dropped("an answer is nothing but thoughts")
-    match = _ENDING.match(text[len(prompts[-1]) :].rpartition(bodies[-1])[2])
-    assert match is not None
     limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]
-    for ending in _endings(match[0]):
+    for ending in _endings(text[len(prompts[-1]) :], bodies[-1]):
         closed = [body + ending for body in bodies]
         found = [text.find(closed[i], len(prompts[i]), limits[i]) for i in range(len(bodies))]
         if min(found) >= 0:
@@ -67,10 +65,19 @@ def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tu
     raise Dropped("the chat template changes the assistant's text")
 
 
-def _endings(longest: str) -> Iterator[str]:
-    """`longest`, then what is left of it without its last tag, without its last two and so on; never nothing."""
-    yield longest
-    yield from (longest[:end] for end in range(len(longest) - 1, 0, -1) if longest[end - 1] == ">")
+def _endings(last_answer: str, body: str) -> Iterator[str]:
+    """What may close an answer: the word behind `body`, then what is left of it without its last tag, its last two and so on.
+
+    From the last place of `body` on backwards: thoughts before it may hold it too, and so may the end of turn (`d`).
+    """
+    place = last_answer.rfind(body)
+    while place >= 0:
+        match = _ENDING.match(last_answer, place + len(body))
+        assert match is not None
+        longest = match[0]
+        yield longest
+        yield from (longest[:end] for end in range(len(longest) - 1, 0, -1) if longest[end - 1] == ">")
+        place = last_answer.rfind(body, 0, place + len(body) - 1)
 
 
 def cut(loss_mask: NDArray[np.bool_], max_tokens: int) -> tuple[int, bool]:

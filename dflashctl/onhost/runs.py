@@ -67,14 +67,20 @@ def _checkpoint(layout: Layout, resume: dict[str, str] | None) -> str | None:
     parent = layout.find_run(resume["run"], resume["launch_id"])
     if state_of(parent)["state"] in LIVING:
         raise Fault("environment", f"run {parent.run} is still living", f"dflashctl stop {parent.run}")
-    return _newest_checkpoint(layout, parent)
+    return _required_checkpoint(layout, parent)
 
 
-def _newest_checkpoint(layout: Layout, folder: RunFolder) -> str:
-    latest = folder.checkpoints / "latest"
-    if not latest.is_dir():
+def _required_checkpoint(layout: Layout, folder: RunFolder) -> str:
+    newest = _newest_checkpoint(layout, folder)
+    if newest is None:
         raise Fault("environment", f"run {folder.run} has no checkpoint")
-    return os.path.relpath(os.path.realpath(latest), os.path.realpath(layout.root))
+    return newest
+
+
+def _newest_checkpoint(layout: Layout, folder: RunFolder) -> str | None:
+    """Relative to the root."""
+    latest = folder.checkpoints / "latest"
+    return os.path.relpath(os.path.realpath(latest), os.path.realpath(layout.root)) if latest.is_dir() else None
 
 
 def _start(layout: Layout, folder: RunFolder, gpus: list[dict[str, Any]]) -> None:
@@ -162,7 +168,13 @@ def trained(args: dict[str, Any]) -> dict[str, Any]:
         config = json.loads(folder.config.read_text())
     except (OSError, ValueError) as error:
         raise Fault("environment", f"{folder.config} cannot be read: {error}") from None
-    return {"config": config, "checkpoint": _newest_checkpoint(layout, folder)}
+    return {"config": config, "checkpoint": _required_checkpoint(layout, folder)}
+
+
+def checkpoint(args: dict[str, Any]) -> dict[str, Any]:
+    """The newest `checkpoint` that a run has written, relative to the root; None where it has none."""
+    layout = Layout(args["root"])
+    return {"checkpoint": _newest_checkpoint(layout, layout.find_run(args["run"], args["launch_id"]))}
 
 
 def check_preparation(args: dict[str, Any]) -> dict[str, Any]:
@@ -203,4 +215,11 @@ def _entry(folder: RunFolder) -> dict[str, Any]:
     return {"record": record, "state": state_of(folder), "run_dir": str(folder.path), "log": str(folder.log)}
 
 
-VERBS = {"launch": launch, "list": list_runs, "find": find, "trained": trained, "check_preparation": check_preparation}
+VERBS = {
+    "launch": launch,
+    "list": list_runs,
+    "find": find,
+    "trained": trained,
+    "checkpoint": checkpoint,
+    "check_preparation": check_preparation,
+}
