@@ -112,6 +112,7 @@ def _again(options: Options, record: RunRecord, own_checkpoint: str | None) -> O
         resume=record if own_checkpoint else options.resume,
         release=record.release,
         clear_cache=False,
+        force=False,  # nobody is there to hear what it overrides by then
         wait_gpu_s=max(options.wait_gpu_s, FREED_S),
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 import trainer.drafter
 import trainer.smoke
+from trainer.errors import NonFiniteError
 from trainer.smoke import main
 
 
@@ -95,7 +96,7 @@ def test_a_loss_that_is_no_number_is_a_no_go(written, capsys, monkeypatch):
         return dataclasses.replace(loss, loss_sum=loss.loss_sum * math.nan), weights
 
     monkeypatch.setattr(trainer.drafter, "blocks_loss", poisoned)
-    assert main([str(written)]) == 1
+    assert main([str(written)]) == NonFiniteError.exit_code
     assert "loss and gradient must be finite" in json.loads(capsys.readouterr().out)["reasons"][0]
 
 
