@@ -29,7 +29,7 @@ from trainer.config import Dtype, TargetConfig
 from trainer.conversations import prompts
 from trainer.dataset import open_shards
 from trainer.decoding import Decoder, Response, Sampling, stop_token_ids, usable_device
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import ConfigError, DataError, TrainerError, sentence
 from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog
 from trainer.model.target import load_causal_lm, load_tokenizer, target_info, tokenizer_digest
 
@@ -270,22 +270,11 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"--output {folder} cannot be used: {error}") from None
     except BaseException as error:
         with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
-            log.write(FAILED, error=_sentence(error))
+            log.write(FAILED, error=sentence(error))
         raise
     finally:
         log.close()
     return document
-
-
-def _sentence(error: BaseException) -> str:
-    match error:
-        case TrainerError():
-            return str(error)
-        case KeyboardInterrupt():
-            return "stopped by SIGINT"
-        case SystemExit():
-            return "stopped by SIGTERM"
-    return f"{type(error).__name__}: {error}"
 
 
 def _told(pair: Pair, settings: Settings) -> dict[str, Any]:
