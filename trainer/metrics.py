@@ -22,8 +22,8 @@ class Totals:
     draft_tokens: float
     """Labelled slots of all batches; what follows is of the measured ones."""
     num_blocks: float
-    verifications: float
-    """1 / (1 + length of the run of right, labelled slots that a block starts with), summed over valid blocks."""
+    num_accepted: float
+    """Length of the run of right, labelled slots that a block starts with, summed over valid blocks."""
     correct: tuple[float, ...]
     counted: tuple[float, ...]
     """Labelled slots by position."""
@@ -35,7 +35,7 @@ class Totals:
             self.weight_sum + other.weight_sum,
             self.draft_tokens + other.draft_tokens,
             self.num_blocks + other.num_blocks,
-            self.verifications + other.verifications,
+            self.num_accepted + other.num_accepted,
             tuple(a + b for a, b in zip(self.correct, other.correct, strict=True)),
             tuple(a + b for a, b in zip(self.counted, other.counted, strict=True)),
         )
@@ -52,12 +52,9 @@ class Totals:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Estimated from training blocks, bonus token included.
-
-        The harmonic mean of what a verification at each anchor would give: anchors lie anywhere in a text, but decoding meets
-        many verifications where little is accepted and few where much is.
-        """
-        return _ratio(self.num_blocks, self.verifications)
+        """Estimated from training blocks, bonus token included."""
+        accepted = _ratio(self.num_accepted, self.num_blocks)
+        return None if accepted is None else 1 + accepted
 
 
 class StepMetrics:
@@ -80,8 +77,7 @@ class StepMetrics:
         """Add one batch's accuracy and acceptance."""
         labelled_BNJ = weights_BNK[:, :, 1:] > 0
         right_BNJ = parts.correct[:, :, 1:] & labelled_BNJ
-        verifications_BN = anchor_valid_BN / (1 + right_BNJ.cumprod(dim=-1).sum(dim=-1)).double()
-        self._blocks += torch.stack([anchor_valid_BN.sum(), verifications_BN.sum()])
+        self._blocks += torch.stack([anchor_valid_BN.sum(), right_BNJ.cumprod(dim=-1).sum()])
         self._positions += torch.stack([right_BNJ.sum(dim=(0, 1)), labelled_BNJ.sum(dim=(0, 1))])
 
     def read(self) -> Totals:
