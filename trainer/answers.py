@@ -86,9 +86,10 @@ class LocalAnswers:
         max_tokens: int,
         max_new_tokens: int,
     ) -> None:
-        """`max_tokens` bounds prompt and answer together, `max_new_tokens` the answer."""
+        """`max_tokens` bounds prompt and answer together, as do the model's positions, and `max_new_tokens` the answer."""
         self._tokenizer, self._stop_ids, self._sampling = tokenizer, stop_ids, sampling
-        self._max_tokens, self._max_new_tokens = max_tokens, max_new_tokens
+        self._max_tokens = max_tokens = min(max_tokens, model.config.max_position_embeddings)
+        self._max_new_tokens = max_new_tokens
         self._target = CachedTarget(model)
         self._cache = self._target.new_cache(num_rows, max_tokens)
         self._rows: list[_Row | None] = [None] * num_rows
@@ -286,9 +287,9 @@ class ServerAnswers:
             except (OSError, http.client.HTTPException) as error:
                 problem = error
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise DataError(f"--server {self._url}: the answer must be a chat completion: {error!r}") from None
+                raise DataError(f"server {self._url}: the answer must be a chat completion: {error!r}") from None
             if patience is None:
-                unanswered = DataError(f"--server {self._url} cannot be asked: {problem}")
+                unanswered = DataError(f"server {self._url} cannot be asked: {problem}")
                 if failed:
                     return _Failure(Answer(key, None, failed), unanswered)
                 raise unanswered

@@ -12,6 +12,7 @@ small target would wait for launches most of the time. Used by one thread; each 
 Sources: DFlash (arXiv 2602.06036); rejection sampling: arXiv 2211.17192, algorithm 1.
 """
 
+import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from trainer.errors import ConfigError
 from trainer.graphs import Graphs, StageFacts
 from trainer.model.cached import CachedDrafter, CachedTarget
 from trainer.model.draft import DraftModel
+
+_KEY_STEP = 256
+"""Attention looks at a multiple of these: a graph for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +98,21 @@ class Decoder:
         self._draft_logits = torch.zeros_like(self._logits[1:])
         self._drafter = CachedDrafter(drafter, model.get_input_embeddings().weight, head, num_slots) if drafter else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._read_on, *self._round = self._capture()
+        self._graphs = Graphs("threadwarm", device, StageFacts(str(device)))
+        self._steps: dict[int, list[Callable[[], None]]] = {}
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.default_stream(device))  # the weights are on their way
 
     @torch.inference_mode()
     def decode(self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int], sampling: Sampling) -> Response:
         """Plain decoding: one token a call of the target."""
         with torch.cuda.stream(self._stream):
+            self._capture(len(prompt), max_new_tokens)
             response = self._begin(prompt, stop_ids, sampling)
             tokens, start = response.tokens, _now(self._device)
             while not response.ended and len(tokens) < max_new_tokens:
-                self._point_at(len(prompt) + len(tokens) - 1, tokens[-1])
-                self._read_on()
+                read_on, *_ = self._point_at(len(prompt) + len(tokens) - 1, tokens[-1])
+                read_on()
                 tokens.append(int(sampling.choose(self._logits[:1])))
                 response.ended = tokens[-1] in stop_ids
             response.decode_s = _now(self._device) - start
@@ -115,13 +123,13 @@ class Decoder:
         self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Collection[int], sampling: Sampling
     ) -> Response:
         """Speculative decoding, for which there is a drafter; the response is lossless, which is what the module says of it."""
-        draft, verify = self._round
         with torch.cuda.stream(self._stream):
+            self._capture(len(prompt), max_new_tokens)
             response = self._begin(prompt, stop_ids, sampling)
             tokens, start = response.tokens, _now(self._device)
             while not response.ended and len(tokens) < max_new_tokens:
                 room = max_new_tokens - len(tokens)
-                self._point_at(len(prompt) + len(tokens) - 1, tokens[-1])
+                _, draft, verify = self._point_at(len(prompt) + len(tokens) - 1, tokens[-1])
                 draft()
                 drafted = sampling.choose(self._draft_logits)
                 self._tokens[0, 1:] = drafted
@@ -146,34 +154,37 @@ class Decoder:
         first = int(sampling.choose(self._target.logits(hidden[0, -1:])))
         return Response([first], first in stop_ids, _now(self._device) - start)
 
-    def _point_at(self, length: int, last_token: int) -> None:
-        """The last token was chosen, not read: it follows the `length` tokens that are in the caches."""
+    def _point_at(self, length: int, last_token: int) -> list[Callable[[], None]]:
+        """What can be done next; the last token was chosen, not read: it follows the `length` tokens that are in the caches."""
         self._length.fill_(length)
         self._tokens[0, 0] = last_token
+        return self._steps[self._num_keys(length)]
 
-    @torch.inference_mode()
-    def _capture(self) -> list[Callable[[], None]]:
-        """The steps: one token of the target, a block of the drafter, and that block read by both."""
-        graphs = Graphs("threadwarm", self._device, StageFacts(str(self._device)))
+    def _num_keys(self, length: int) -> int:
+        """How many are looked at behind `length` tokens: if it were all, one long prompt would slow down the others."""
+        return min(-(-(length + self._block_size) // _KEY_STEP) * _KEY_STEP, self._num_slots)
+
+    def _capture(self, num_prompt: int, max_new_tokens: int) -> None:
+        """Make what a response may need, before its time is taken: one token of the target, a block drafted, a block read."""
+        needed = {self._num_keys(length) for length in range(num_prompt, num_prompt + max_new_tokens)}
         bodies = [self._read_one, *([self._draft_block, self._read_block] if self._drafter else [])]
-        with torch.cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the weights are on their way
-            for body in bodies:
-                graphs.warm_up(body)
-            return [graphs.ready(body) for body in bodies]
+        for num_keys in sorted(needed - set(self._steps)):
+            steps = [functools.partial(body, num_keys) for body in bodies]
+            for step in steps:
+                self._graphs.warm_up(step)
+            self._steps[num_keys] = [self._graphs.ready(step) for step in steps]
 
-    def _read_one(self) -> None:
-        hidden, _ = self._target.read(self._cache, self._tokens[:, :1], self._length, self._num_slots)
+    def _read_one(self, num_keys: int) -> None:
+        hidden, _ = self._target.read(self._cache, self._tokens[:, :1], self._length, num_keys)
         self._logits[:1] = self._target.logits(hidden[0])
 
-    def _draft_block(self) -> None:
+    def _draft_block(self, num_keys: int) -> None:
         assert self._drafter is not None
-        self._draft_logits.copy_(self._drafter.draft(self._tokens[0, :1], self._length))
+        self._draft_logits.copy_(self._drafter.draft(self._tokens[0, :1], self._length, num_keys))
 
-    def _read_block(self) -> None:
+    def _read_block(self, num_keys: int) -> None:
         assert self._drafter is not None
-        hidden, features = self._target.read(self._cache, self._tokens, self._length, self._num_slots)
+        hidden, features = self._target.read(self._cache, self._tokens, self._length, num_keys)
         assert features is not None
         self._drafter.read(features, self._length)
         self._logits.copy_(self._target.logits(hidden[0]))
@@ -218,9 +229,9 @@ def stop_token_ids(model: Any, tokenizer: Any) -> set[int]:
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of a `--device` option; raises ConfigError."""
+    """A device by its name; raises ConfigError."""
     if name != "cpu" and not (name.startswith("cuda:") and name[5:].isdecimal() and int(name[5:]) < torch.cuda.device_count()):
-        raise ConfigError(f"--device must be cpu or one of the {torch.cuda.device_count()} GPUs as cuda:N, got {name}")
+        raise ConfigError(f"the device must be cpu or one of the {torch.cuda.device_count()} GPUs as cuda:N, got {name}")
     return torch.device(name)
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import torch
 
@@ -103,7 +104,7 @@ def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: 
 def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt in a file or of each held-out document in shards; raises DataError."""
     if not path.is_dir():
-        found = [_render(tokenizer, messages) for messages in prompts(path)]
+        found = [_render(f"{path}: prompt {i}", tokenizer, messages) for i, messages in enumerate(prompts(path), 1)]
     else:
         shards = open_shards(path, "held_out")
         if shards.tokenizer_digest != tokenizer_digest(tokenizer):
@@ -188,9 +189,12 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def _render(where: str, tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise DataError(f"{where}: the target's chat template refuses it: {error}") from None
     else:
         text = "\n".join(message["content"] for message in messages)
     ids: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]

@@ -172,8 +172,9 @@ def _somebody(
     settings: Regeneration,
     max_tokens: int,
     num_known: int,
+    num_left: int,
 ) -> Answers:
-    """Who answers when `num_known` conversations have been: a server, or the target in this process.
+    """Who answers when `num_known` conversations have been and `num_left` are left: a server, or the target in this process.
 
     The sampling of a later start has a seed of its own: the same again would answer other questions by the same draws.
     """
@@ -188,9 +189,6 @@ def _somebody(
         )
     device = usable_device(settings.device)
     model = load_causal_lm(target, root, device)
-    window = getattr(model.config, "sliding_window", None)
-    if window is not None and window < max_tokens:
-        raise DataError(f"{target.path}: --max-tokens must be within the target's sliding window of {window}, got {max_tokens}")
     seed = int(np.random.SeedSequence([settings.seed, num_known]).generate_state(1, np.uint64)[0])
     sampling = Sampling(settings.temperature, torch.Generator(device).manual_seed(seed))
     return LocalAnswers(
@@ -198,7 +196,7 @@ def _somebody(
         tokenizer,
         stop_token_ids(model, tokenizer),
         sampling,
-        num_rows=settings.num_rows,
+        num_rows=min(settings.num_rows, num_left),
         max_tokens=max_tokens,
         max_new_tokens=settings.max_new_tokens,
     )

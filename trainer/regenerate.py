@@ -57,22 +57,22 @@ class Progress:
 
 def regenerate(
     questions: Sequence[Messages],
-    answers: Callable[[int], Answers],
+    answers: Callable[[int, int], Answers],
     journal: Path,
     made_with: dict[str, Any],
     tell: Callable[[Progress], object] = lambda _progress: None,
 ) -> None:
     """Have all `questions` (chats without answers) answered into `journal`; raises DataError.
 
-    `answers` is only called if something is left to be asked, with how many conversations are answered already. A journal that
-    was `made_with` something else is refused.
+    `answers` is only called if something is left to be asked, with how many conversations are answered already and how many are
+    left. A journal that was `made_with` something else is refused.
     """
     with _sentences(journal), _locked(journal) as file:
         known = _scan(journal, made_with)
         left = deque(i for i in range(len(questions)) if i not in known)
         if not left:
             return
-        somebody = answers(len(known))
+        somebody = answers(len(known), len(left))
         start, done, tokens = time.monotonic(), 0, 0
         chats: dict[int, Messages] = {}
         again: deque[int] = deque()

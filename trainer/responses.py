@@ -68,16 +68,16 @@ def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tu
 def _endings(last_answer: str, body: str) -> Iterator[str]:
     """What may close an answer: the word behind `body`, then what is left of it without its last tag, its last two and so on.
 
-    From the last place of `body` on backwards: thoughts before it may hold it too, and so may the end of turn (`d`).
+    From the first place of `body` behind the thoughts on: these may hold it too, and so may the end of turn (`d`, `>`).
     """
-    place = last_answer.rfind(body)
+    place = last_answer.find(body, len(last_answer) - len(last_answer.rpartition("</think>")[2]))
     while place >= 0:
         match = _ENDING.match(last_answer, place + len(body))
         assert match is not None
         longest = match[0]
         yield longest
         yield from (longest[:end] for end in range(len(longest) - 1, 0, -1) if longest[end - 1] == ">")
-        place = last_answer.rfind(body, 0, place + len(body) - 1)
+        place = last_answer.find(body, place + 1)
 
 
 def cut(loss_mask: NDArray[np.bool_], max_tokens: int) -> tuple[int, bool]:

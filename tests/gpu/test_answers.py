@@ -17,6 +17,8 @@ TEMPLATE = """\
 
 def test_answers_on_a_gpu_are_the_cpus(tmp_path):
     tiny.make(tmp_path)
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    (tmp_path / "target/config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "target")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(tmp_path / "target")

@@ -37,7 +37,8 @@ def decoder(trained: Any, drafter: Any) -> Decoder:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_plain_decoding_is_hugging_faces_own(kind: str) -> None:
+def test_plain_decoding_is_hugging_faces_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.decoding._KEY_STEP", 8)
     torch.manual_seed(0)
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 64}
@@ -54,6 +55,7 @@ def test_plain_decoding_is_hugging_faces_own(kind: str) -> None:
 def test_greedy_tokens_are_those_of_plain_decoding_and_z_labs_rounds_are_ours(
     trained: Any, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trainer.decoding._KEY_STEP", 8)
     monkeypatch.setattr("dflash.model._cuda_time", time.perf_counter)  # it gives its rounds only with times taken on a GPU
     judge = DFlashDraftModel.from_pretrained(trained.checkpoint, dtype=torch.float32).eval()
     rounds = []

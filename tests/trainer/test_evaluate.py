@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from trainer import evaluate
 from trainer.checkpoint import checkpoint_digest
 from trainer.decoding import Response, Round
+from trainer.errors import DataError
 from trainer.evaluate import by_position, ratio_interval, read_prompts
 
 
@@ -108,6 +109,14 @@ def test_a_prompt_is_what_stands_before_the_first_answer_as_the_chat_template_op
     assert tokenizer.convert_ids_to_tokens(read_prompts(path, tokenizer)[0]) == ["w7", "w1", "w8"]
     tokenizer.chat_template = None
     assert read_prompts(trained.shards, tokenizer) == trained.prompts
+
+
+def test_a_prompt_that_the_template_refuses_is_one_sentence(trained: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('"w1"\n"w2"\n')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.target)
+    tokenizer.chat_template = "{% if messages[0].content == 'w2' %}{{ raise_exception('not this') }}{% endif %}w1"
+    with pytest.raises(DataError, match=r"prompts\.jsonl: prompt 2: the target's chat template refuses it: not this"):
+        read_prompts(tmp_path / "prompts.jsonl", tokenizer)
 
 
 def test_positions_past_the_responses_end_are_not_counted() -> None:
@@ -224,4 +233,4 @@ def test_shards_of_another_tokenizer_and_devices_that_are_not_here_are_refused(
     assert evaluate.main(arguments(trained, foreign)) == 3
     assert "was made with another vocabulary or chat template" in capsys.readouterr().err
     assert evaluate.main(arguments(trained, words, "--device", "cuda:7")) == 3
-    assert "--device must be cpu or one of the 0 GPUs as cuda:N, got cuda:7" in capsys.readouterr().err
+    assert "the device must be cpu or one of the 0 GPUs as cuda:N, got cuda:7" in capsys.readouterr().err

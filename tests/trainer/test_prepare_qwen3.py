@@ -64,6 +64,8 @@ def marked(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         ),
         (chat("hello", "a, b\n\nor d", "how?", "d"), f"{HELLO}⟦a, b\n\nor d<|im_end|>⟧\n{HOW}⟦{EMPTY}d<|im_end|>⟧\n"),
         (chat("hello", "end", "how?", "end"), f"{HELLO}⟦end<|im_end|>⟧\n{HOW}⟦{EMPTY}end<|im_end|>⟧\n"),
+        (chat("hello", "user", "how?", "|>"), f"{HELLO}⟦user<|im_end|>⟧\n{HOW}⟦{EMPTY}|><|im_end|>⟧\n"),
+        (chat("hello", ">"), f"{HELLO}⟦{EMPTY}><|im_end|>⟧\n"),
         (
             chat("hello", "it says <think> first", "how?", "by <think>"),
             f"{HELLO}⟦it says <think> first<|im_end|>⟧\n{HOW}⟦{EMPTY}by <think><|im_end|>⟧\n",
@@ -80,6 +82,8 @@ def marked(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         "answers that repeat the question",
         "an answer that is a letter of the end of turn",
         "an answer that is a word of the end of turn",
+        "an answer that is how the end of turn ends",
+        "an answer that is the last letter of tags before and behind it",
         "an answer about the tag",
     ],
 )

@@ -23,6 +23,7 @@ from trainer.answers import LocalAnswers
 from trainer.config import TargetConfig
 from trainer.dataset import open_shards
 from trainer.decoding import Decoder, Sampling, stop_token_ids
+from trainer.errors import DataError
 from trainer.model.target import load_causal_lm
 
 TEMPLATE = """\
@@ -194,6 +195,55 @@ def test_a_prompt_without_room_and_a_template_that_refuses_are_no_questions(targ
     (answer,) = answers.collect()
     assert (answer.key, answer.why_not) == (4, "the chat template refuses it")
     assert answers.num_free == 2
+
+
+def ask_all(answers: LocalAnswers, questions: list[str]) -> dict[int, str | None]:
+    told: dict[int, str | None] = {}
+    waiting = list(enumerate(questions))
+    while len(told) < len(questions):
+        while waiting and answers.num_free:
+            key, question = waiting.pop(0)
+            answers.submit(key, [{"role": "user", "content": question}])
+        told |= {answer.key: answer.text for answer in answers.collect()}
+    return told
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@torch.inference_mode()
+def test_answers_of_any_length_are_hugging_faces_own(target: Path, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, small in (("_KEY_STEP", 16), ("_PREFILL_TOKENS", 20), ("_REFILL_STEPS", 3)):
+        monkeypatch.setattr(f"trainer.answers.{name}", small)
+    torch.manual_seed(1)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    limits = {"num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 64, "sliding_window": window}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.MistralConfig(**shape, **limits), dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    questions = [" ".join(f"w{(7 * i + j) % 50}" for j in range(1 + 5 * i % 39)) for i in range(20)]
+    told = ask_all(
+        LocalAnswers(model, tokenizer, {1}, Sampling(0.0, torch.Generator()), num_rows=3, max_tokens=99, max_new_tokens=20),
+        questions,
+    )
+    some = 0
+    for key, question in enumerate(questions):
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        prompt = tokenizer(asked, add_special_tokens=False)["input_ids"]
+        most = min(20, 64 - len(prompt))  # beyond its positions it is never asked
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=most, do_sample=False, eos_token_id=1, pad_token_id=0)
+        tokens = out[0, len(prompt) :].tolist()
+        text = tokenizer.decode(tokens[:-1], skip_special_tokens=True).strip() if tokens[-1] == 1 else None
+        assert told[key] == (text or None)
+        some += bool(text)
+    assert 0 < some < len(questions)  # else this would prove little
+
+
+def test_rows_that_do_not_fit_are_one_sentence(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_causal_lm(TargetConfig(path=str(target), dtype="float32"), Path(), torch.device("cpu"))
+    with pytest.raises(DataError, match=r"values of 1000000000 rows of 64 tokens need .* GiB, which cpu does not have"):
+        LocalAnswers(model, None, {1}, Sampling(0.0, torch.Generator()), num_rows=10**9, max_tokens=99, max_new_tokens=9)
+    assert call(chats, target, "--rows", str(10**9)) == 0  # there are not so many questions
+    assert capsys.readouterr().out.startswith("kept ")
 
 
 class Server(http.server.ThreadingHTTPServer):

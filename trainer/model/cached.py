@@ -9,6 +9,7 @@ Each object belongs to one thread; while it reads, the model's attention is this
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from trainer.errors import DataError
 from trainer.model.attention import decoding_mask
 from trainer.model.draft import DraftModel
 
@@ -27,10 +29,15 @@ class RowCache:
     """Keys and values of every layer, [R, G, max_tokens, C] each; a Hugging Face cache as far as layers call it."""
 
     def __init__(self, config: Any, num_rows: int, max_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Room for the layers of a Hugging Face configuration."""
+        """Room for the layers of a Hugging Face configuration; raises DataError if there is none."""
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, num_rows, config.num_key_value_heads, max_tokens, width)
-        self._keys, self._values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        try:
+            self._keys, self._values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        except RuntimeError:  # torch's for too little memory
+            gib = 2 * math.prod(shape) * dtype.itemsize / 2**30
+            needed = f"keys and values of {num_rows} rows of {max_tokens} tokens need {gib:.1f} GiB"
+            raise DataError(f"{needed}, which {device} does not have; take fewer rows or tokens") from None
         self._positions: Tensor | None = None
         self._num_keys = 0
 
@@ -136,15 +143,18 @@ class CachedDrafter:
             self._keys[i].index_copy_(2, positions, keys)
             self._values[i].index_copy_(2, positions, values)
 
-    def draft(self, anchor: Tensor, length: Tensor) -> Tensor:
-        """Logits [K-1, V] of the tokens after `anchor`, which follows the first `length` tokens; both are [1] int64."""
+    def draft(self, anchor: Tensor, length: Tensor, num_keys: int) -> Tensor:
+        """Logits [K-1, V] of the tokens after `anchor`, which follows the first `length` tokens; both are [1] int64.
+
+        `num_keys`, not below `length`, of the context's slots are looked at.
+        """
         spec = self.model.spec
         masked = torch.full((spec.block_size - 1,), spec.mask_token_id, device=length.device)
         hidden = F.embedding(torch.cat((anchor, masked))[None], self._embedding).to(spec.dtype)
         rotary = self.model.rotary((length + torch.arange(spec.block_size, device=length.device))[None])
-        masks = {w: decoding_mask(length, self._keys.shape[3], spec.block_size, w) for w in set(spec.layer_windows)}
+        masks = {w: decoding_mask(length, num_keys, spec.block_size, w) for w in set(spec.layer_windows)}
         for layer, keys, values, window in zip(self.model.layers, self._keys, self._values, spec.layer_windows, strict=True):
-            hidden = layer(hidden, (keys, values), rotary, masks[window])
+            hidden = layer(hidden, (keys[:, :, :num_keys], values[:, :, :num_keys]), rotary, masks[window])
         return self.model.norm(hidden)[0, 1:].to(self._head.dtype) @ self._head.T
 
 
