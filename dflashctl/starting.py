@@ -53,7 +53,13 @@ def launch(
         tag, host = tag or parent.tag, parent.host
     if tag is None:
         raise UsageError("launch needs --tag, or --resume RUN")
-    loaded, place = ctx.experiment(tag, experiment, sets, host)
+    try:
+        loaded, place = ctx.experiment(tag, experiment, sets, host)
+    except ConfigurationError as error:
+        if not (parent and tag == parent.tag and tag.endswith(programs.PREPARE.suffix)):
+            raise
+        of = tag.removesuffix(programs.PREPARE.suffix)
+        raise UsageError(f"{parent.name} made data and is no training: {error}", hint=f"dflashctl prepare {of}") from None
     if retries and "run.resume" in loaded.origins:
         raise ConfigurationError("run.resume is set by --retries; take it out of the experiment and of --set, say --resume RUN")
     options = verbs.Options(
@@ -143,12 +149,15 @@ def prepare(
     from dflashctl.hosts import read_env_file
 
     ctx = make_context(as_json)
+    wanted = placement.parse_gpus(gpus) if gpus is not None else None
+    if wanted and len(wanted) > 1:
+        raise UsageError(f"prepare uses one GPU at most, got --gpus {gpus}")
     loaded, place = ctx.experiment(tag, experiment, sets, host)
     with ctx.session(place) as session:
         loaded, program = programs.preparation(session, loaded)
         options = verbs.Options(
             program=program,
-            gpus=placement.parse_gpus(gpus) if gpus is not None else None,
+            gpus=wanted,
             secrets=read_env_file(env_file) if env_file else {},
             wait_gpu_s=wait_gpu,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -196,15 +197,32 @@ def checkpoint(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_preparation(args: dict[str, Any]) -> dict[str, Any]:
-    """Raise Fault where `output` is there already, or one of `inputs` is not; all relative to the root."""
+    """Raise Fault where `output` is there or being made already, or one of `inputs` is not; all relative to the root."""
     root = Path(args["root"])
-    if os.path.lexists(root / args["output"]):
-        raise Fault("config", f"{root / args['output']} exists already", "remove it, or set data.path to another folder")
+    output = root / args["output"]
+    if os.path.lexists(output):
+        raise Fault("config", f"{output} exists already", "remove it, or set data.path to another folder")
+    journal = output.with_name(f"{output.name}.regenerated.jsonl")
+    if _is_locked(journal):
+        raise Fault(
+            "config", f"{journal} is being written by another preparation", "wait for it to end: dflashctl status --all"
+        )
     missing = [path for path in args["inputs"] if not (root / path).is_file()]
     if missing:
         hint = f"dflashctl push {args['host']} FILE {missing[0]}"
         raise Fault("config", f"prepare.input must name files, got {root / missing[0]}, which is none", hint)
     return {}
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or what is wrong with it is said by the run
+        return False
+    return False
 
 
 def list_runs(args: dict[str, Any]) -> dict[str, Any]:

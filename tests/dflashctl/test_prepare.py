@@ -1,5 +1,6 @@
 """`dflashctl prepare`: an experiment's data are made on its host, as a run, by what its section `prepare` says."""
 
+import fcntl
 import http.server
 import json
 import os
@@ -141,6 +142,29 @@ def test_one_that_was_killed_goes_on_by_the_same_command(far, server: Server) ->
     assert num_documents(far) == 40
     assert events(far, "tiny-prepare-2")[-1]["event"] == "finished"
     assert "last event finished" in far("status").stdout
+
+
+def test_a_second_one_at_once_is_refused_before_it_starts(far) -> None:
+    (far.root / "made").mkdir()
+    with (far.root / "made/data.regenerated.jsonl").open("ab") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        done = far("prepare", "tiny", "--set", "prepare.regenerate=true")
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert f"{far.root}/made/data.regenerated.jsonl is being written by another preparation" in done.stderr
+    assert not (far.root / "runs").exists()
+
+
+def test_what_goes_on_with_a_preparation_is_named_and_more_than_one_gpu_refused(bench) -> None:
+    bench.trainer("import sys; sys.exit()", "prepare.py")
+    bench.root.mkdir()
+    (bench.root / "chats.jsonl").touch()
+    assert bench("prepare", "quick", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
+    resumed = bench("launch", "--resume", "quick-prepare-1")
+    assert resumed.exit_code == 2
+    assert "local:quick-prepare-1 made data and is no training: " in resumed.stderr
+    assert "hint: dflashctl prepare quick\n" in resumed.stderr
+    two = bench("prepare", "quick", "--gpus", "0,1")
+    assert (two.exit_code, "error: prepare uses one GPU at most, got --gpus 0,1\n" in two.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
