@@ -154,6 +154,25 @@ def test_a_second_one_at_once_is_refused_before_it_starts(far) -> None:
     assert not (far.root / "runs").exists()
 
 
+@pytest.mark.parametrize("overdue", [False, True])
+def test_how_fast_it_is_and_how_long_it_will_take_is_said_of_one_that_moves(bench, overdue: bool) -> None:
+    said = [
+        {"event": "started"},
+        {"event": "progress", "done": 1, "total": 40, "conversations_per_s": 15.0, "tokens_per_s": 29.0, "remaining_s": 66.0},
+        {"event": "heartbeat", "idle_s": 1.0, "overdue": overdue},
+    ]
+    lines = "".join(json.dumps(event) + "\n" for event in said)
+    bench.trainer(f"import pathlib, time; pathlib.Path('events.jsonl').write_text({lines!r}); time.sleep(600)", "prepare.py")
+    bench.root.mkdir()
+    (bench.root / "chats.jsonl").touch()
+    assert bench("prepare", "quick", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
+    text = bench("status", "quick-prepare-1").stdout
+    assert ("1 of 40 conversations answered, 15/s, 29 tokens/s, 66 s left\n" in text) is not overdue
+    assert ("running, stalled: " in text) is overdue
+    bench("stop", "quick-prepare-1")
+    assert "\n1 of 40 conversations answered\n" in bench("status", "quick-prepare-1").stdout
+
+
 def test_what_goes_on_with_a_preparation_is_named_and_more_than_one_gpu_refused(bench) -> None:
     bench.trainer("import sys; sys.exit()", "prepare.py")
     bench.root.mkdir()
