@@ -146,7 +146,9 @@ class History:
         with contextlib.suppress(EnvironmentFault), self._locked() as file:
             old = _newest_line(file, record.launch_id) or record
             new = replace(old, state=state["state"], exit_code=state["exit_code"])
-            if old.run and new != old:
+            if new == old:
+                self._newest[record.launch_id] = old  # somebody else has written it
+            elif old.run:
                 self._add(file, new)
 
     def merge(self, host: str, found: Sequence[Mapping[str, Any]]) -> None:
