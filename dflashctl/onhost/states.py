@@ -112,14 +112,23 @@ def _state(folder: RunFolder, alive: bool, code: int | None, started: float | No
 def _progress(folder: RunFolder, newest: dict[str, Any], moving: bool) -> dict[str, Any] | None:
     """How far a preparation is, or was when it ended before its end; None of any other run.
 
-    What is no number is None, and so are rate and time left of one that is not `moving`.
+    What is no number is None, and so are rate and time left of one that is not `moving` or has not answered for a while.
     """
     told = last_event(folder.events, "progress") if newest.get("event") in ("progress", "heartbeat") else {}
     if not told:
         return None
     rates = ("conversations_per_s", "tokens_per_s", "remaining_s")
     known = {name: told.get(name) if isinstance(told.get(name), (int, float)) else None for name in ("done", "total", *rates)}
-    return known if moving else {**known, **dict.fromkeys(rates)}
+    return known if moving and _is_young(told) else {**known, **dict.fromkeys(rates)}
+
+
+def _is_young(event: dict[str, Any]) -> bool:
+    """Whether an event was written less than SILENT_S ago, by its own time, where it has one."""
+    try:
+        written = datetime.datetime.fromisoformat(str(event.get("time")).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return True
+    return time.time() - written < SILENT_S
 
 
 def _is_stalled(folder: RunFolder) -> bool:

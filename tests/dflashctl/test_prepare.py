@@ -1,5 +1,6 @@
 """`dflashctl prepare`: an experiment's data are made on its host, as a run, by what its section `prepare` says."""
 
+import datetime
 import fcntl
 import http.server
 import json
@@ -154,11 +155,13 @@ def test_a_second_one_at_once_is_refused_before_it_starts(far) -> None:
     assert not (far.root / "runs").exists()
 
 
-@pytest.mark.parametrize("overdue", [False, True])
-def test_how_fast_it_is_and_how_long_it_will_take_is_said_of_one_that_moves(bench, overdue: bool) -> None:
+@pytest.mark.parametrize(("overdue", "age_s"), [(False, 0), (True, 0), (False, 1000)], ids=["well", "overdue", "old"])
+def test_how_fast_it_is_and_how_long_it_will_take_is_said_of_one_that_moves(bench, overdue: bool, age_s: int) -> None:
+    when = (datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age_s)).isoformat(timespec="milliseconds")
     said = [
         {"event": "started"},
-        {"event": "progress", "done": 1, "total": 40, "conversations_per_s": 15.0, "tokens_per_s": 29.0, "remaining_s": 66.0},
+        {"event": "progress", "time": when.replace("+00:00", "Z"), "done": 1, "total": 40}
+        | {"conversations_per_s": 15.0, "tokens_per_s": 29.0, "remaining_s": 66.0},
         {"event": "heartbeat", "idle_s": 1.0, "overdue": overdue},
     ]
     lines = "".join(json.dumps(event) + "\n" for event in said)
@@ -167,7 +170,8 @@ def test_how_fast_it_is_and_how_long_it_will_take_is_said_of_one_that_moves(benc
     (bench.root / "chats.jsonl").touch()
     assert bench("prepare", "quick", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
     text = bench("status", "quick-prepare-1").stdout
-    assert ("1 of 40 conversations answered, 15/s, 29 tokens/s, 66 s left\n" in text) is not overdue
+    assert ("1 of 40 conversations answered, 15/s, 29 tokens/s, 66 s left\n" in text) is not (overdue or age_s > 0)
+    assert "\n1 of 40 conversations answered" in text
     assert ("running, stalled: " in text) is overdue
     bench("stop", "quick-prepare-1")
     assert "\n1 of 40 conversations answered\n" in bench("status", "quick-prepare-1").stdout
