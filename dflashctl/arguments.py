@@ -23,3 +23,12 @@ WaitGpu = Annotated[
     float, typer.Option("--wait-gpu", metavar="[SECONDS]", min=0, help="Wait for busy GPUs, without SECONDS for ever.")
 ]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show the log until the run ends.")]
+Retries = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Stay, and after a death that more tries can mend go on, N times at most; each waits two minutes for its GPUs, "
+        "--wait-gpu for longer. With --resume of a RUN that still lives: follow it, and go on if it dies.",
+    ),
+]

@@ -307,9 +307,9 @@ def _run(args: list[str]) -> int:
         return _failed(as_json, _usage(error))
     except (KeyboardInterrupt, typer.Abort):
         return _failed(as_json, InterruptedByUser("interrupted"))
-    except StdoutClosed:
+    except StdoutClosed as closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter does not complain again when it ends
-        return ExitCode.OK
+        return closed.exit_code
     except Exception as error:
         if os.environ.get("DFLASHCTL_DEBUG"):
             raise

@@ -162,25 +162,34 @@ class Context:
 
     def measure(self, session: "HostSession", loaded: "Experiment", options: "Options", key: str) -> tuple[str, dict[str, Any]]:
         """Run a program that is no training to its end; its run's name, and the document with `key` that it has left."""
-        from dflashctl import launch as verbs
-        from dflashctl import programs, render, watch
+        from dflashctl import programs, watch
 
-        options = replace(options, resume=None, startup_seconds=0)
-        started = verbs.launch(session, loaded, options, os.environ, self.history, render.launching(self.out))
-        record = self.history.find(f"{started.host}:{started.run}")
+        started = self.launch(session, loaded, replace(options, resume=None, startup_seconds=0))
         self.out.note(f"{started.run} is under way; its log is {started.log}")
-        watch.follow(session, record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
-        return started.run, programs.result(session, record, key)
+        watch.follow(session, started.record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
+        return started.run, programs.result(session, started.record, key)
 
-    def start(self, session: "HostSession", loaded: "Experiment", options: "Options") -> "Launched":
-        """Launch a run, and say for people what is under way."""
+    def launch(self, session: "HostSession", loaded: "Experiment", options: "Options") -> "Launched":
+        """Launch a run, and say each step."""
         from dflashctl import launch as verbs
         from dflashctl import render
 
-        started = verbs.launch(session, loaded, options, os.environ, self.history, render.launching(self.out))
+        return verbs.launch(session, loaded, options, os.environ, self.history, render.launching(self.out))
+
+    def start(self, session: "HostSession", loaded: "Experiment", options: "Options") -> "Launched":
+        """Launch a run, and say for people what is under way; raises StartupDeath where it is not any more."""
+        started = self.launch(session, loaded, options)
+        if death := started.death(options.program):
+            raise death
+        self.show(started)
+        return started
+
+    def show(self, started: "Launched") -> None:
+        """Say for people what is under way."""
+        from dflashctl import render
+
         if not self.out.as_json:
             render.launched(self.out, started)
-        return started
 
     def leave_or_follow(self, session: "HostSession", started: "Launched", follow: bool) -> ExitCode:
         """What comes of a run that is under way: for now, or with `follow` its log until it ends."""
@@ -190,8 +199,7 @@ class Context:
             if self.out.as_json:
                 self.out.document(started.document())
             return ExitCode.OK
-        record = self.history.find(f"{started.host}:{started.run}")
-        return self.follow(session, record, self.out.log(), started.document(), watch.BEGIN)
+        return self.follow(session, started.record, self.out.log(), started.document(), watch.BEGIN)
 
     def follow(
         self,
@@ -215,12 +223,14 @@ class Context:
         log: "LogStream",
         place: dict[str, Any] | None = None,
         lines: int = 10,
+        patience_s: float | None = None,
     ) -> dict[str, Any]:
         """Show the log until the run ends; its last state. Ctrl-C leaves the run alone and raises InterruptedByUser."""
         from dflashctl import render, watch
 
+        patience_s = watch.RECONNECT_S if patience_s is None else patience_s
         try:
-            state = watch.follow(session, record, self.history, log.feed, self.out.note, place, lines)
+            state = watch.follow(session, record, self.history, log.feed, self.out.note, place, lines, patience_s)
         except KeyboardInterrupt:
             hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
             raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None

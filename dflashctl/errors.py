@@ -105,6 +105,13 @@ class StartupDeath(DflashctlError):
     code = "died_at_start"
 
 
+class RetryRefused(DflashctlError):
+    """The host takes no retry of a run: somebody has stopped it, or another run goes on from it already."""
+
+    exit_code = ExitCode.RUN_FAILED
+    code = "retry_refused"
+
+
 class SmokeRefusal(DflashctlError):
     """A smoke run said no-go."""
 
@@ -141,4 +148,9 @@ class RemoteTimeoutError(DflashctlError):
 
 
 class StdoutClosed(Exception):
-    """Whoever read our output has had enough: no error of anybody's."""
+    """Whoever read our output has had enough: no error of anybody's, unless more was to be done, which `exit_code` says."""
+
+    def __init__(self, exit_code: ExitCode = ExitCode.OK) -> None:
+        """Keep what the command ends with."""
+        super().__init__()
+        self.exit_code = exit_code

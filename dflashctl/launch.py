@@ -4,6 +4,7 @@ import datetime
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +42,8 @@ class Options:
     program: Program = TRAINER
     resume: RunRecord | None = None
     """Go on from its newest checkpoint."""
+    retries: RunRecord | None = None
+    """The run whose death this launch is the answer to; refused where somebody has stopped it or it has a successor."""
     release: str | None = None
     """One that is on the host already, of an earlier run. None: the newest, deployed if need be."""
     no_deploy: bool = False
@@ -57,8 +60,9 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """A run that is under way, or has already ended well."""
+    """A run that is under way, or has already ended."""
 
+    record: RunRecord
     run: str
     tag: str
     host: str
@@ -76,6 +80,11 @@ class Launched:
     lines: list[str]
     overridden: list[str]
     """What `force` has overridden."""
+
+    def death(self, program: Program = TRAINER) -> StartupDeath | None:
+        """What there is to say where it has ended badly already, and what it ran does not answer by its end."""
+        died = self.state not in ("running", "starting") and self.exit_code != 0
+        return _death(self) if died and not program.answers else None
 
     def document(self) -> dict[str, Any]:
         """For --json."""
@@ -109,7 +118,7 @@ def launch(
     """Deploy if stale, check GPUs, start detached, watch the start-up window.
 
     `report(what, value)` is told of each step ("deployed", "gpus", "doubt", "waiting"). Raises GpuBusyError, GpuUnknownError,
-    EnvironmentFault, StartupDeath and InterruptedByUser; a refusal changes nothing on the host but its release.
+    EnvironmentFault, RetryRefused and InterruptedByUser; a refusal changes nothing on the host but its release.
     """
     if options.resume and "run.resume" in experiment.origins:
         raise ConfigurationError("run.resume is set by --resume; take it out of the experiment and of --set")
@@ -130,15 +139,12 @@ def launch(
         chosen, answer = _start(session, experiment, options, record, report)
     except (KeyboardInterrupt, HostError, RemoteTimeoutError, BrokenAnswerError) as error:
         chosen, answer = _adopt(session, record, history, error)
+    record = replace(record, run=answer["run"], state=answer["state"], exit_code=answer["exit_code"])
     try:
-        history.append(replace(record, run=answer["run"], state=answer["state"], exit_code=answer["exit_code"]))
+        history.append(record)
     except EnvironmentFault as error:  # the run goes on; to fail now would hide its name
         answer["warning"] = "; ".join(filter(None, [answer["warning"], str(error)]))
-    launched = _launched(record, chosen, answer)
-    died = answer["state"] not in ("running", "starting") and answer["exit_code"] != 0
-    if died and not options.program.answers:
-        raise _death(launched)
-    return launched
+    return _launched(record, chosen, answer)
 
 
 def _release(session: HostSession, options: Options, environ: Mapping[str, str], report: Callable[[str, object], None]) -> str:
@@ -170,7 +176,7 @@ def _start(
     needed = experiment.config.num_gpus if options.program.num_gpus is None else options.program.num_gpus
     deadline = time.monotonic() + options.wait_gpu_s
     lost: set[str] = set()
-    patience_s = 0.0
+    patience_s = RECONNECT_S if options.wait_gpu_s else 0.0
     unknown_since: float | None = None
     while True:
         found = _query(session, patience_s) if needed else GpuReport()
@@ -180,11 +186,12 @@ def _start(
             if found.doubt:
                 report("doubt", found.doubt)
             return chosen, _send(session, experiment, options, record, chosen)
-        except GpuUnknownError:
-            # who has waited for hours does not give up at one look that failed
+        except GpuUnknownError as error:
+            # who waits, perhaps for hours, does not give up at one look that failed
             unknown_since = unknown_since or time.monotonic()
             if time.monotonic() - unknown_since >= patience_s:
                 raise
+            report("waiting", error)
             time.sleep(WAIT_S)
         except GpuBusyError as error:
             unknown_since = None
@@ -197,11 +204,10 @@ def _start(
                 raise
             report("waiting", error)
             time.sleep(min(WAIT_S, left))
-            patience_s = RECONNECT_S
 
 
 def _query(session: HostSession, patience_s: float) -> GpuReport:
-    """The host's GPUs. Who has waited for hours does not give up at the first lost link: looking changes nothing."""
+    """The host's GPUs. Who waits does not give up at the first lost link: looking changes nothing."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -235,7 +241,8 @@ def _adopt(
     if found is None:
         raise _broken(cause, "nothing was started") from None
     state = found["state"]
-    history.append(replace(record, run=state["run"], state=state["state"], exit_code=state["exit_code"]))
+    with suppress(EnvironmentFault):  # said below by name, and again by `launch` where it goes on
+        history.append(replace(record, run=state["run"], state=state["state"], exit_code=state["exit_code"]))
     if isinstance(cause, KeyboardInterrupt):
         raise InterruptedByUser(
             f"{state['run']} has started on {record.host} and goes on", hint=f"dflashctl tail {state['run']}"
@@ -274,6 +281,7 @@ def _request(
         "arguments": options.program.arguments,
         "env": {**host.env, **placement.visible_devices(chosen)},
         "resume": {"run": options.resume.run, "launch_id": options.resume.launch_id} if options.resume else None,
+        "retries": {"run": options.retries.run, "launch_id": options.retries.launch_id} if options.retries else None,
         "secrets": dict(options.secrets),
         "config": config,
         "cache": "warm" if options.warm_cache else "own",
@@ -299,6 +307,7 @@ def _request(
 
 def _launched(record: RunRecord, chosen: tuple[Gpu, ...], answer: dict[str, Any]) -> Launched:
     return Launched(
+        record=record,
         tag=record.tag,
         host=record.host,
         gpus=chosen,

@@ -36,6 +36,7 @@ class Program:
 
 TRAINER: Final = Program()
 SMOKE: Final = Program(module="trainer.smoke", suffix="-smoke", answers=True)
+PREPARE: Final = Program(module="trainer.prepare", suffix="-prepare")
 
 
 def preparation(session: HostSession, experiment: Experiment) -> tuple[Experiment, Program]:
@@ -54,7 +55,7 @@ def preparation(session: HostSession, experiment: Experiment) -> tuple[Experimen
     session.call("runs", "check_preparation", request)
     gpus = experiment.gpus[:1] if isinstance(experiment.gpus, tuple) else None
     num_gpus = 0 if config.prepare_device == "cpu" else 1
-    return replace(experiment, gpus=gpus), Program(module="trainer.prepare", suffix="-prepare", num_gpus=num_gpus)
+    return replace(experiment, gpus=gpus), replace(PREPARE, num_gpus=num_gpus)
 
 
 def result(session: HostSession, record: RunRecord, key: str) -> dict[str, Any]:

@@ -332,10 +332,13 @@ def living(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
 
 
 def _far(progress: dict[str, Any]) -> str:
-    """How far a preparation is."""
+    """How far a preparation is, and of one that moves how fast."""
+    answered = f"{progress.get('done')} of {progress.get('total')} conversations answered"
+    if progress.get("conversations_per_s") is None:
+        return answered
     rates = f"{_measured(progress.get('conversations_per_s'), '/s')}, {_measured(progress.get('tokens_per_s'), ' tokens/s')}"
     left = progress.get("remaining_s")
-    return f"{progress.get('done')} of {progress.get('total')} conversations answered, {rates}, {_seconds(left)} left"
+    return f"{answered}, {rates}, {_seconds(left)} left"
 
 
 def stopped(state: dict[str, Any]) -> str:

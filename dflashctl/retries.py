@@ -2,24 +2,42 @@
 
 A module of its own because it decides and stays, where `dflashctl.launch` starts and leaves. What is tried again is the same
 experiment with the same settings, secrets and release, from the newest checkpoint. A run that stands still has not died and is
-left alone: the trainer ends itself then.
+left alone: the trainer ends itself then. A host or container that is away is waited for where looking is all there is to do; a
+launch is never sent twice.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
 
-from dflashctl.errors import DflashctlError, InterruptedByUser, StartupDeath
+from dflashctl.errors import (
+    ContainerError,
+    DflashctlError,
+    ExitCode,
+    HostError,
+    InterruptedByUser,
+    RemoteTimeoutError,
+    RetryRefused,
+    StdoutClosed,
+    StopIncompleteError,
+)
 from dflashctl.launch import Launched, Options
 from dflashctl.runs import History, RunRecord
 from dflashctl.session import HostSession
 from dflashctl.stop import stop
-from dflashctl.watch import status
+from dflashctl.watch import look
 from trainer.errors import ConfigError, NonFiniteError
 
+T = TypeVar("T")
+
+PATIENCE_S = 900.0
+"""How long a host that is away, or a container that is stopped, is waited for."""
 FREED_S = 120.0
 """How long the GPUs of the dead run are waited for."""
+_AGAIN_S = 5.0
 _GRACE_S = 20.0
 _HOPELESS = {
     2: "a wrong call",
@@ -29,64 +47,99 @@ _HOPELESS = {
 """The trainer's exit codes for what the same again would meet again."""
 
 
-def stay(
-    session: HostSession,
-    history: History,
-    options: Options,
-    most: int,
-    start: Callable[[Options], Launched],
-    follow: Callable[[RunRecord], dict[str, Any]],
-    note: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Launch by `start`, `follow` to the end, and again, `most` times at most; the documents of all runs, in their order.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ways:
+    """How to start a run, say that it is under way, follow it to its end, and say why there is another try or none."""
 
-    `note` is told of each death why there is another try, or none. What is raised on the way has the runs so far in its
-    details; StartupDeath is raised of the first run alone.
+    start: Callable[[Options], Launched]
+    show: Callable[[Launched], None]
+    follow: Callable[[RunRecord], dict[str, Any]]
+    note: Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The documents of the runs that have ended, and the newest run."""
+
+    tries: list[dict[str, Any]] = field(default_factory=list)
+    record: RunRecord | None = None
+
+
+def stay(
+    session: HostSession, history: History, options: Options, most: int, ways: Ways, living: RunRecord | None = None
+) -> list[dict[str, Any]]:
+    """Launch a run, or take a `living` one, stay to its end, and again, `most` times at most; the documents of all runs.
+
+    `options.resume` is where the first one goes on from, or has gone on from. What is raised on the way has the newest run and
+    all documents so far in its details; StartupDeath is raised of the first run alone.
     """
-    tries: list[dict[str, Any]] = []
+    chain = _Chain(record=living)
     barren = 0
-    with _told(tries):
+    with _told(chain, ways.note):
         while True:
-            record, document = _one(session, history, options, bool(tries), start, follow, note)
-            tries.append(document)
+            try:
+                record, document = _one(session, history, options, chain, ways, None if chain.tries else living)
+            except RetryRefused as refusal:
+                ways.note(f"{chain.tries[-1]['host']}:{chain.tries[-1]['run']} is not tried again: {refusal}")
+                return chain.tries
+            chain.tries.append(document)
             if document["exit_code"] == 0:
-                return tries
-            hopeless = _hopeless(document, len(tries), most)
+                return chain.tries
+            hopeless = _hopeless(document, len(chain.tries), most)
             if not hopeless:
-                stop(session, record, history, _GRACE_S)  # what it has left behind must not go on beside the next
-                own = _own_checkpoint(session, record)
+                own = _patiently(session, partial(_settled, session, history, record), ways.note)
                 options = _again(options, record, own)
                 barren = 0 if own else barren + 1
                 hopeless = "the last two runs have written no new checkpoint" if barren > 1 else None
             if hopeless:
-                note(f"{record.name} is not tried again: {hopeless}")
-                return tries
+                ways.note(f"{record.name} is not tried again: {hopeless}")
+                return chain.tries
             begin = f"the checkpoint of {record.resumes} again" if options.resume else "the start, for want of a checkpoint"
-            note(f"retry {len(tries)} of {most}: from {own or begin}")
+            ways.note(f"retry {len(chain.tries)} of {most}: from {own or begin}")
 
 
 def _one(
-    session: HostSession,
-    history: History,
-    options: Options,
-    is_retry: bool,
-    start: Callable[[Options], Launched],
-    follow: Callable[[RunRecord], dict[str, Any]],
-    note: Callable[[str], None],
+    session: HostSession, history: History, options: Options, chain: _Chain, ways: Ways, living: RunRecord | None
 ) -> tuple[RunRecord, dict[str, Any]]:
-    """One run from its launch to its end; what dies within its first seconds at the first try raises StartupDeath."""
+    """One run to its end; what dies within its first seconds at the first try raises StartupDeath."""
+    if living:
+        return living, {**ways.follow(living), "resumes": living.resumes}
+    started = ways.start(options)
+    record = chain.record = started.record
+    if death := started.death():
+        if not chain.tries:
+            raise death
+        ways.note(str(death))
+        state = _patiently(session, lambda: look(session, record, history, None).state, ways.note)
+        return record, {**death.details, **state, "resumes": record.resumes}
+    ways.show(started)
+    return record, {**started.document(), **ways.follow(record), "resumes": record.resumes}
+
+
+def _patiently(session: HostSession, ask: Callable[[], T], note: Callable[[str], None]) -> T:
+    """What `ask` answers, asked again while the host or its container is away, for PATIENCE_S at most."""
+    deadline = None
+    while True:
+        try:
+            return ask()
+        except (HostError, ContainerError, RemoteTimeoutError) as error:
+            if deadline is None:
+                deadline = time.monotonic() + PATIENCE_S
+                note(f"{error}; trying for {PATIENCE_S / 60:.0f} minutes to reach it")
+            if time.monotonic() > deadline:
+                raise
+            session.reconnect()
+            time.sleep(_AGAIN_S)
+
+
+def _settled(session: HostSession, history: History, record: RunRecord) -> str | None:
+    """End what a dead run has left behind, that must not go on beside the next; the newest checkpoint that it has written."""
     try:
-        document = start(options).document()
-        record = history.find(f"{document['host']}:{document['run']}")
-        state = follow(record)
-    except StartupDeath as death:
-        if not is_retry:
+        stop(session, record, history, _GRACE_S, ends_retries=False)
+    except StopIncompleteError as error:
+        if error.details.get("survivors") != []:  # memory alone that is not given back yet is waited for by the launch
             raise
-        note(str(death))
-        document = death.details
-        record = history.find(f"{document['host']}:{document['run']}")
-        state, _ = status(session, record, history)
-    return record, {**document, **state, "resumes": record.resumes}
+    return _own_checkpoint(session, record)
 
 
 def _hopeless(state: Mapping[str, Any], num_tries: int, most: int) -> str | None:
@@ -110,6 +163,7 @@ def _again(options: Options, record: RunRecord, own_checkpoint: str | None) -> O
     return replace(
         options,
         resume=record if own_checkpoint else options.resume,
+        retries=record,
         release=record.release,
         clear_cache=False,
         force=False,  # nobody is there to hear what it overrides by then
@@ -118,16 +172,23 @@ def _again(options: Options, record: RunRecord, own_checkpoint: str | None) -> O
 
 
 @contextmanager
-def _told(tries: list[dict[str, Any]]) -> Iterator[None]:
-    """Give an error the runs so far; Ctrl-C ends the tries and leaves the run alone, and says so."""
+def _told(chain: _Chain, note: Callable[[str], None]) -> Iterator[None]:
+    """Give an error the runs so far; Ctrl-C, and a reader who goes away, end the tries and leave the run alone, as is said."""
     try:
         yield
     except KeyboardInterrupt:
-        raise InterruptedByUser("interrupted; nothing is tried again", details={"tries": tries}) from None
+        raise InterruptedByUser("interrupted; nothing is tried again", details={"tries": chain.tries}) from None
     except InterruptedByUser as error:
         sentence = f"{error}, and nothing is tried again"
-        raise InterruptedByUser(sentence, hint=error.hint, details={**error.details, "tries": tries}) from None
+        raise InterruptedByUser(sentence, hint=error.hint, details={**error.details, "tries": chain.tries}) from None
+    except StdoutClosed:
+        left = f"; {chain.record.name} is left alone: dflashctl status {chain.record.run}" if chain.record else ""
+        note(f"nobody reads the output any more, and nothing is tried again{left}")
+        raise StdoutClosed(ExitCode.RUN_FAILED) from None
     except DflashctlError as error:
-        if tries:
-            error.details = {**error.details, "tries": tries}
+        if chain.record:
+            newest = {"run": chain.record.run, "host": chain.record.host}
+            error.details = {**newest, **error.details, "tries": chain.tries}
+            if isinstance(error, HostError | ContainerError | RemoteTimeoutError):
+                error.hint = error.hint or f"later: dflashctl launch --resume {chain.record.run} --retries N"
         raise

@@ -11,10 +11,10 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dflashctl.errors import EnvironmentFault, RunNotFoundError
 
@@ -90,19 +90,28 @@ class History:
 
     def append(self, record: RunRecord) -> None:
         """Add one line; raises EnvironmentFault when the state directory cannot be written."""
-        self._newest[record.launch_id] = record
-        line = json.dumps({"schema": 1} | asdict(record)) + "\n"
+        with self._locked() as file:
+            self._add(file, record)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[BinaryIO]:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                if file.tell() and not _ends_a_line(file):
-                    line = "\n" + line  # an interrupted write must not swallow this one
-                file.write(line.encode())
+                yield file
         except OSError as error:
             raise EnvironmentFault(
                 f"history cannot be written: {self._path}: {error.strerror}", hint="set DFLASHCTL_STATE_DIR"
             ) from error
+
+    def _add(self, file: BinaryIO, record: RunRecord) -> None:
+        line = json.dumps({"schema": 1} | asdict(record)) + "\n"
+        if file.seek(0, os.SEEK_END) and not _ends_a_line(file):
+            line = "\n" + line  # an interrupted write must not swallow this one
+        file.write(line.encode())
+        file.flush()
+        self._newest[record.launch_id] = record
 
     def records(self) -> list[RunRecord]:
         """Newest first, one a launch."""
@@ -125,15 +134,22 @@ class History:
         return sorted(seen, key=lambda r: r.created_at, reverse=True)
 
     def remember(self, record: RunRecord, state: Mapping[str, Any]) -> None:
-        """Write down what was learnt of a run, if it is news, which `unknown` is not.
+        """Write down the state that was learnt of a run, if it is news, which `unknown` is not.
 
-        A history that cannot be written hides no answer: a state can be asked for again.
+        Nothing else is taken from `record`: it may have been read before a slow host answered, or tell the host's time. A
+        history that cannot be written hides no answer: a state can be asked for again.
         """
-        old = self._newest.get(record.launch_id, record)
-        new = replace(old, state=state["state"], exit_code=state["exit_code"])
-        if state["state"] != "unknown" and new != old:
-            with contextlib.suppress(EnvironmentFault):
-                self.append(new)
+        learnt = (state["state"], state["exit_code"])
+        known = self._newest.get(record.launch_id)
+        if state["state"] == "unknown" or (known and (known.state, known.exit_code) == learnt):
+            return
+        with contextlib.suppress(EnvironmentFault), self._locked() as file:
+            old = _newest_line(file, record.launch_id) or record
+            new = replace(old, state=state["state"], exit_code=state["exit_code"])
+            if new == old:
+                self._newest[record.launch_id] = old  # somebody else has written it
+            elif old.run:
+                self._add(file, new)
 
     def merge(self, host: str, found: Sequence[Mapping[str, Any]]) -> None:
         """Take in what a host says of its runs: `found` is [{record, state}]; lines are added only for what changed."""
@@ -181,9 +197,17 @@ def _is_record(values: Any) -> bool:
     return required and optional and isinstance(values.get("exit_code"), int | None)
 
 
-def _ends_a_line(file: Any) -> bool:
+def _ends_a_line(file: BinaryIO) -> bool:
     file.seek(-1, os.SEEK_END)
-    return bool(file.read(1) == b"\n")
+    return file.read(1) == b"\n"
+
+
+def _newest_line(file: BinaryIO, launch_id: str) -> RunRecord | None:
+    file.seek(0)
+    for line in reversed(file.read().splitlines()):
+        if launch_id.encode() in line and (record := _parse(line)) and record.launch_id == launch_id:
+            return record
+    return None
 
 
 def _parse(line: bytes) -> RunRecord | None:

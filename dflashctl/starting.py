@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dflashctl.arguments import EnvFile, File, Follow, Gpus, HostName, Json, Sets, WaitGpu
+from dflashctl.arguments import EnvFile, File, Follow, Gpus, HostName, Json, Retries, Sets, WaitGpu
 from dflashctl.context import make_context
 from dflashctl.errors import ConfigurationError, ExitCode, SmokeRefusal, UsageError
 
@@ -24,9 +24,7 @@ def launch(
     sets: Sets = None,
     env_file: EnvFile = None,
     follow: Follow = False,
-    retries: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Stay, and after a death that more tries can mend go on, N times at most.")
-    ] = 0,
+    retries: Retries = 0,
     no_deploy: Annotated[bool, typer.Option("--no-deploy", help="Run the host's active release as it is.")] = False,
     warm_cache: Annotated[bool, typer.Option("--warm-cache", help="Share a compile cache with runs alike.")] = False,
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Empty the host's default inductor cache.")] = False,
@@ -45,7 +43,7 @@ def launch(
     from dflashctl import launch as verbs
     from dflashctl import placement, programs, watch
     from dflashctl.hosts import read_env_file
-    from dflashctl.retries import stay
+    from dflashctl.retries import PATIENCE_S, Ways, stay
 
     ctx = make_context(as_json)
     parent = ctx.find(resume)[1] if resume else None
@@ -55,7 +53,13 @@ def launch(
         tag, host = tag or parent.tag, parent.host
     if tag is None:
         raise UsageError("launch needs --tag, or --resume RUN")
-    loaded, place = ctx.experiment(tag, experiment, sets, host)
+    try:
+        loaded, place = ctx.experiment(tag, experiment, sets, host)
+    except ConfigurationError as error:
+        if not (parent and tag == parent.tag and tag.endswith(programs.PREPARE.suffix)):
+            raise
+        of = tag.removesuffix(programs.PREPARE.suffix)
+        raise UsageError(f"{parent.name} made data and is no training: {error}", hint=f"dflashctl prepare {of}") from None
     if retries and "run.resume" in loaded.origins:
         raise ConfigurationError("run.resume is set by --retries; take it out of the experiment and of --set, say --resume RUN")
     options = verbs.Options(
@@ -70,21 +74,25 @@ def launch(
         force=force,
     )
     with ctx.session(place) as session:
-        if smoke_first:
+        living = parent if parent and retries and watch.lives(session, parent, ctx.history) else None
+        if living:
+            ctx.out.note(f"{living.name} still lives; it is followed, and tried again if it dies")
+            options = replace(options, resume=ctx.find(f"{living.host}:{living.resumes}")[1] if living.resumes else None)
+        elif smoke_first:
             run, found = ctx.measure(session, loaded, replace(options, program=programs.SMOKE), "go")
             if not found["go"]:
                 raise SmokeRefusal(f"{run} says no-go: {'; '.join(found['reasons'])}", details={"run": run, **found})
         if not retries:
             raise typer.Exit(ctx.leave_or_follow(session, ctx.start(session, loaded, options), follow))
-        tries = stay(
-            session,
-            ctx.history,
-            options,
-            retries,
-            start=lambda options: ctx.start(session, loaded, options),
-            follow=lambda record: ctx.watch(session, record, ctx.out.log(), watch.BEGIN),
+        ways = Ways(
+            start=lambda options: ctx.launch(session, loaded, options),
+            show=ctx.show,
+            follow=lambda record: ctx.watch(
+                session, record, ctx.out.log(), None if record is living else watch.BEGIN, patience_s=PATIENCE_S
+            ),
             note=ctx.out.note,
         )
+        tries = stay(session, ctx.history, options, retries, ways, living)
     if as_json:
         ctx.out.document(tries[-1] | {"tries": tries})
     raise typer.Exit(ExitCode.OK if tries[-1]["exit_code"] == 0 else ExitCode.RUN_FAILED)
@@ -141,12 +149,15 @@ def prepare(
     from dflashctl.hosts import read_env_file
 
     ctx = make_context(as_json)
+    wanted = placement.parse_gpus(gpus) if gpus is not None else None
+    if wanted and len(wanted) > 1:
+        raise UsageError(f"prepare uses one GPU at most, got --gpus {gpus}")
     loaded, place = ctx.experiment(tag, experiment, sets, host)
     with ctx.session(place) as session:
         loaded, program = programs.preparation(session, loaded)
         options = verbs.Options(
             program=program,
-            gpus=placement.parse_gpus(gpus) if gpus is not None else None,
+            gpus=wanted,
             secrets=read_env_file(env_file) if env_file else {},
             wait_gpu_s=wait_gpu,
         )

@@ -14,12 +14,22 @@ _MARGIN_S = 40.0
 FREED_S = 15.0
 
 
-def stop(session: HostSession, record: RunRecord, history: History, grace_s: float) -> dict[str, Any]:
+def stop(
+    session: HostSession, record: RunRecord, history: History, grace_s: float, ends_retries: bool = True
+) -> dict[str, Any]:
     """TERM, grace, KILL over the whole tree, then a look whether its GPUs are free; raises StopIncompleteError.
 
-    `memory` in the answer is what the look came to, where it came to nothing: a sentence, or None.
+    Where the run has ended already, nothing goes on from it by itself after this either, if `ends_retries`. `memory` in the
+    answer is what the look came to, where it came to nothing: a sentence, or None.
     """
-    request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id, "by": who(), "grace_s": grace_s}
+    request = {
+        "root": session.host.root,
+        "run": record.run,
+        "launch_id": record.launch_id,
+        "by": who(),
+        "grace_s": grace_s,
+        "ends_retries": ends_retries,
+    }
     try:
         answer: dict[str, Any] = session.call("stop", "stop", request, timeout_s=grace_s + _MARGIN_S)
     except ContainerStoppedError:

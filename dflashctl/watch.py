@@ -72,15 +72,16 @@ def follow(
     note: Callable[[str], None],
     place: dict[str, Any] | None = None,
     lines: int = 10,
+    patience_s: float = RECONNECT_S,
 ) -> dict[str, Any]:
     """Emit the log as it grows; returns the state once the run has ended and everything it wrote was emitted.
 
     Looking changes nothing, so a lost link is opened again and the log goes on where it stopped; `note` is told of that, and of
     a log that begins again. `emit` also gets the nothing that a silent run wrote. Raises HostError when the host stays away for
-    longer than RECONNECT_S.
+    longer than `patience_s`.
     """
     while True:
-        chunk = _look_again(session, record, history, place, lines, note)
+        chunk = _look_again(session, record, history, place, lines, note, patience_s)
         if chunk.restarted:
             note(f"the log of {record.name} was cut off or replaced; it goes on from its start")
         if chunk.is_last:
@@ -97,6 +98,7 @@ def _look_again(
     place: dict[str, Any] | None,
     lines: int,
     note: Callable[[str], None],
+    patience_s: float,
 ) -> Chunk:
     deadline = None
     while True:
@@ -105,11 +107,11 @@ def _look_again(
         except ContainerStoppedError as error:
             note(str(error))
             return Chunk(_lost(record, history, error), b"", place or BEGIN, "", 0, restarted=False)
-        except (HostError, RemoteTimeoutError) as error:
+        except (HostError, ContainerError, RemoteTimeoutError) as error:
             if place is None:  # a host that never answered is not a lost link
                 raise
             if deadline is None:
-                deadline = time.monotonic() + RECONNECT_S
+                deadline = time.monotonic() + patience_s
                 note(f"{error}; connecting again")
             if time.monotonic() > deadline:
                 raise
@@ -139,6 +141,11 @@ def status(session: HostSession, record: RunRecord, history: History) -> tuple[d
     except (HostError, ContainerError, RemoteTimeoutError) as error:
         return _without_host(record, "unknown", error), error.exit_code
     return {"host": record.host, "tag": record.tag, **state}, ExitCode.OK
+
+
+def lives(session: HostSession, record: RunRecord, history: History) -> bool:
+    """Whether a run has not ended yet, as far as its host can be asked."""
+    return status(session, record, history)[0]["state"] in ("starting", "running")
 
 
 def _lost(record: RunRecord, history: History, error: ContainerStoppedError) -> dict[str, Any]:

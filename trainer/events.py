@@ -3,8 +3,8 @@
 Written by the trainer, read by the command line, so standard library only. Every event has `event`, `time` (ISO 8601 UTC) and
 `elapsed_s` (monotonic, since `started`). The first is `started`, the last `finished` or `failed`; between them `gate_open`,
 `step`, `validation`, `checkpoint`, every half minute `heartbeat`, and once `steady`, which proves what `finished` proves again;
-`trainer.evaluate` writes a `prompt` for each, `trainer.prepare` its `progress`. Numbers that are not known are null, and so are
-those that are not finite: every line is strict JSON.
+`trainer.evaluate` writes a `prompt` for each, `trainer.prepare` its `progress` and heartbeats. Numbers that are not known
+are null, and so are those that are not finite: every line is strict JSON.
 """
 
 import contextlib

@@ -24,6 +24,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -41,13 +42,18 @@ from trainer.conversations import Dropped, Messages, before_answer, conversation
 from trainer.dataset import ShardWriter, Split
 from trainer.decoding import Sampling, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, PROGRESS, STARTED, EventLog
+from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog
 from trainer.model.target import load_causal_lm, load_tokenizer, tokenizer_digest
 from trainer.regenerate import Progress, Regeneration, regenerate, regenerated
 from trainer.responses import cut, encode
 
 _TICK_S = 10.0
 """Between two lines of progress."""
+HEARTBEAT_S = 30.0
+"""Between two heartbeats, as training has them."""
+OVERDUE_S = 600.0
+"""Without any answer; the longest ones take minutes."""
+_JOIN_S = 10.0
 
 
 @dataclass(slots=True)
@@ -333,7 +339,9 @@ def _recorded(path: Path) -> Report:
             config = TrainConfig.from_json(path, text)
             config.prepare.check()
             log.write(STARTED, input=config.prepare.input, output=config.data.path, target=config.target.path)
-            report = _configured(config, _Ticker(lambda progress: log.write(PROGRESS, **asdict(progress))))
+            ticker = _Ticker(lambda progress: log.write(PROGRESS, **asdict(progress)))
+            with _Pulse(log, ticker) as pulse:
+                report = _configured(config, pulse.moved)
             log.write(FINISHED, **report.document())
         except BaseException as error:
             with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
@@ -363,6 +371,40 @@ def _configured(config: TrainConfig, tell: Callable[[Progress], object]) -> Repo
         regeneration=regeneration if how.regenerate else None,
         tell=tell,
     )
+
+
+class _Pulse:
+    """Heartbeats in `log` from a thread of its own: overdue where no answer has come for long.
+
+    Before the first answer, while a model is loaded, and after the last one nothing is overdue.
+    """
+
+    def __init__(self, log: EventLog, tell: Callable[[Progress], object]) -> None:
+        self._log = log
+        self._tell = tell
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._moved: float | None = None
+
+    def __enter__(self) -> "_Pulse":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(_JOIN_S)
+
+    def moved(self, progress: Progress) -> None:
+        """An answer has come, which `tell` is told too."""
+        self._moved = time.monotonic() if progress.done < progress.total else None
+        self._tell(progress)
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT_S):
+            moved = self._moved
+            idle_s = 0.0 if moved is None else time.monotonic() - moved
+            with contextlib.suppress(TrainerError):  # a disk that is full is told by whoever writes what matters
+                self._log.write(HEARTBEAT, idle_s=round(idle_s, 3), overdue=idle_s > OVERDUE_S)
 
 
 class _Ticker:

@@ -2,7 +2,8 @@
 
 root/current -> releases/<digest>     root/train_<tag>.log -> runs/<tag>-<n>/train.log
 root/releases/<digest>/trainer/...    root/caches/<key>/{inductor,triton}   (--warm-cache)
-root/runs/<tag>-<n>/{run.json,config.json,run.sh,secrets.sh,train.log,events.jsonl,pid,times,exit_code,stopped,cache/}
+root/runs/<tag>-<n>/{run.json,config.json,run.sh,secrets.sh,train.log,events.jsonl,pid,times,exit_code,stopped,no_retries,
+                                      cache/}
 root/leases/<gpu uuid>                locked by the run that uses the GPU (leases.py)
 root/venv -> venvs/<digest>           the trainer's environment, where setup made one
 root/withdrawn/<launch id>            a launch that was given up before it had claimed a run, and must not claim one later
@@ -131,6 +132,7 @@ class RunFolder:
         self.pid = path / "pid"
         self.exit_code = path / "exit_code"
         self.stopped = path / "stopped"
+        self.no_retries = path / "no_retries"
         self.times = path / "times"
         self.secrets = path / "secrets.sh"
         self.cache = path / "cache"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -24,8 +25,8 @@ _FIND_S = 30.0
 def launch(args: dict[str, Any]) -> dict[str, Any]:
     """Claim a run folder, write what the run is, start it detached, and watch its start-up window.
 
-    `args`: root, tag, launch_id, release, python, module, arguments, env, resume, secrets, config, record, cache ("own" or
-    "warm"), gpu_model, clear_cache, startup_s, log_lines, force, minimum_python.
+    `args`: root, tag, launch_id, release, python, module, arguments, env, resume, retries, secrets, config, record, cache
+    ("own" or "warm"), gpu_model, clear_cache, startup_s, log_lines, force, minimum_python.
     """
     require_python(args["minimum_python"])
     layout = Layout(args["root"])
@@ -37,6 +38,8 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
         if not Path(args["python"]).exists():
             raise Fault("environment", f"{args['python']} has just been replaced by a setup", "launch again")
         args["config"]["run"]["resume"] = _checkpoint(layout, args["resume"]) or args["config"]["run"]["resume"]
+        if args["retries"]:
+            _refuse_retry(layout, layout.find_run(args["retries"]["run"], args["retries"]["launch_id"]))
         overridden = leases.held(layout, args["record"]["gpus"])
         if overridden and not args["force"]:
             raise leases.refusal(overridden)
@@ -66,8 +69,23 @@ def _checkpoint(layout: Layout, resume: dict[str, str] | None) -> str | None:
         return None
     parent = layout.find_run(resume["run"], resume["launch_id"])
     if state_of(parent)["state"] in LIVING:
-        raise Fault("environment", f"run {parent.run} is still living", f"dflashctl stop {parent.run}")
+        raise Fault(
+            "environment",
+            f"run {parent.run} is still living",
+            f"dflashctl tail {parent.run} follows it, dflashctl stop {parent.run} ends it",
+        )
     return _required_checkpoint(layout, parent)
+
+
+def _refuse_retry(layout: Layout, dead: RunFolder) -> None:
+    """Raise Fault where `dead` was stopped, also after its death, or another run goes on from it; the lock is held."""
+    for mark in (dead.stopped, dead.no_retries):
+        if mark.exists():
+            raise Fault("retry_refused", f"{dead.run} was stopped by {mark.read_text().strip()}")
+    for other in layout.all_runs():
+        record = other.record()
+        if dead.run in (record.get("resumes"), record.get("retries")):
+            raise Fault("retry_refused", f"{other.run} goes on from {dead.run} already", f"dflashctl tail {other.run}")
 
 
 def _required_checkpoint(layout: Layout, folder: RunFolder) -> str:
@@ -113,6 +131,7 @@ def _prepare(layout: Layout, args: dict[str, Any], installed: dict[str, Any], ov
         "launch_id": args["launch_id"],
         "env_file": sorted(args["secrets"]),
         "resumes": args["resume"] and args["resume"]["run"],
+        "retries": args["retries"] and args["retries"]["run"],
         "release": args["release"],
         "torch": torch,
         "python": args["python"],
@@ -178,15 +197,32 @@ def checkpoint(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_preparation(args: dict[str, Any]) -> dict[str, Any]:
-    """Raise Fault where `output` is there already, or one of `inputs` is not; all relative to the root."""
+    """Raise Fault where `output` is there or being made already, or one of `inputs` is not; all relative to the root."""
     root = Path(args["root"])
-    if os.path.lexists(root / args["output"]):
-        raise Fault("config", f"{root / args['output']} exists already", "remove it, or set data.path to another folder")
+    output = root / args["output"]
+    if os.path.lexists(output):
+        raise Fault("config", f"{output} exists already", "remove it, or set data.path to another folder")
+    journal = output.with_name(f"{output.name}.regenerated.jsonl")
+    if _is_locked(journal):
+        raise Fault(
+            "config", f"{journal} is being written by another preparation", "wait for it to end: dflashctl status --all"
+        )
     missing = [path for path in args["inputs"] if not (root / path).is_file()]
     if missing:
         hint = f"dflashctl push {args['host']} FILE {missing[0]}"
         raise Fault("config", f"prepare.input must name files, got {root / missing[0]}, which is none", hint)
     return {}
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none, or what is wrong with it is said by the run
+        return False
+    return False
 
 
 def list_runs(args: dict[str, Any]) -> dict[str, Any]:

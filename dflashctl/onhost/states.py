@@ -32,6 +32,7 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
     ended = None if code is None else over.clock if over else _mtime(folder.exit_code)
     begun_anew = state in LIVING and begun is not None and (_mtime(folder.events) or 0.0) < begun.clock
     event = {} if begun_anew else last_event(folder.events)  # what is there is of the life before
+    stalled = state == "running" and bool(event) and _is_stalled(folder)
     return {
         "run": folder.run,
         "state": state,
@@ -42,11 +43,11 @@ def state_of(folder: RunFolder) -> dict[str, Any]:
         "started_at": _utc(started),
         "ended_at": _utc(ended),
         "duration_s": _duration(begun, over, state) if begun else _age(started, ended),
-        "progress": _progress(event) if event.get("event") == "progress" else None,
+        "progress": _progress(folder, event, moving=state == "running" and not stalled),
         "step": last_event(folder.events, "step").get("step") if event else None,
         "last_event": event.get("event"),
         "last_event_age_s": _age(_mtime(folder.events), None) if event else None,
-        "stalled": state == "running" and bool(event) and _is_stalled(folder),
+        "stalled": stalled,
         "error": secrets.mask_all(folder, str(event.get("error"))) if event.get("event") == "failed" else None,
     }
 
@@ -108,10 +109,26 @@ def _state(folder: RunFolder, alive: bool, code: int | None, started: float | No
     return "starting" if fresh else "lost"
 
 
-def _progress(event: dict[str, Any]) -> dict[str, Any]:
-    """How far a preparation is; what is no number is None."""
-    names = ("done", "total", "conversations_per_s", "tokens_per_s", "remaining_s")
-    return {name: event.get(name) if isinstance(event.get(name), (int, float)) else None for name in names}
+def _progress(folder: RunFolder, newest: dict[str, Any], moving: bool) -> dict[str, Any] | None:
+    """How far a preparation is, or was when it ended before its end; None of any other run.
+
+    What is no number is None, and so are rate and time left of one that is not `moving` or has not answered for a while.
+    """
+    told = last_event(folder.events, "progress") if newest.get("event") in ("progress", "heartbeat") else {}
+    if not told:
+        return None
+    rates = ("conversations_per_s", "tokens_per_s", "remaining_s")
+    known = {name: told.get(name) if isinstance(told.get(name), (int, float)) else None for name in ("done", "total", *rates)}
+    return known if moving and _is_young(told) else {**known, **dict.fromkeys(rates)}
+
+
+def _is_young(event: dict[str, Any]) -> bool:
+    """Whether an event was written less than SILENT_S ago, by its own time, where it has one."""
+    try:
+        written = datetime.datetime.fromisoformat(str(event.get("time")).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return True
+    return time.time() - written < SILENT_S
 
 
 def _is_stalled(folder: RunFolder) -> bool:

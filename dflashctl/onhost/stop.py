@@ -19,12 +19,17 @@ _KILL_S = 5.0
 def stop(args: dict[str, Any]) -> dict[str, Any]:
     """Stop `run`; answers `already` (it had ended), `leftovers` (how many processes it still had then), state and GPUs.
 
+    Of one that has ended `ends_retries` says that nothing is to go on from it by itself either.
     `survivors` [{pid, name, state}] are those that nothing could end.
     """
-    folder = Layout(args["root"]).find_run(args["run"], args["launch_id"])
+    layout = Layout(args["root"])
+    folder = layout.find_run(args["run"], args["launch_id"])
     already = state_of(folder)["state"] not in LIVING
     if not already:
         write_text(folder.stopped, f"{args['by']}\n")  # also keeps one that is starting from going on
+    elif args["ends_retries"]:
+        with layout.lock():  # a retry that is being launched comes before or after
+            write_text(folder.no_retries, f"{args['by']}\n")
     tree = _Tree(folder)
     leftovers = len(tree.living()) if already else 0
     tree.signal(signal.SIGTERM)

@@ -113,7 +113,7 @@ leased)
 {notes}    find starting -maxdepth 0 -mmin +2 -exec rmdir {{}} + 2>/dev/null  # of a start that died
     mkdir starting 2>/dev/null || {{ echo "{run}: another start of it is under way" >&2; exit 1; }}
     (refuse_living) || {{ rmdir starting; exit 1; }}  # again: a start that was faster has written its pid by now
-    rm -f pid exit_code stopped times
+    rm -f pid exit_code stopped no_retries times
     setsid /bin/sh ./run.sh detached </dev/null >/dev/null 2>&1 &
     exit 0
     ;;

@@ -1,5 +1,6 @@
 """What `dflashctl runs` remembers: each verb that learns a run's state leaves it in this machine's history."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,34 @@ def test_a_history_that_cannot_be_written_hides_no_state(tmp_path: Path) -> None
     with pytest.raises(EnvironmentFault, match="history cannot be written"):
         history.append(record)
     history.remember(record, {"state": "exited", "exit_code": 3})
+
+
+def test_what_was_read_before_a_slow_host_answered_hides_no_run(tmp_path: Path) -> None:
+    begun = RunRecord(launch_id="1", host="local", place="here", tag="quick", created_at="now")
+    launching, looking = (History(tmp_path, {"local": "here"}) for _ in range(2))
+    launching.append(begun)
+    (stale,) = looking.records()
+    looking.remember(stale, {"state": "starting", "exit_code": None})
+    assert looking.records() == [begun]
+    named = replace(begun, run="quick-1", state="running")
+    launching.append(named)
+    looking.remember(stale, {"state": "exited", "exit_code": 3})
+    assert launching.records() == [replace(named, state="exited", exit_code=3)]
+
+
+def test_when_it_was_launched_is_told_by_this_machine(tmp_path: Path) -> None:
+    history = History(tmp_path, {"local": "here"})
+    mine = RunRecord(launch_id="1", host="local", place="here", tag="quick", created_at="10:00", run="quick-1", state="running")
+    history.append(mine)
+    history.remember(replace(mine, created_at="11:00"), {"state": "stopped", "exit_code": 143})
+    assert history.records() == [replace(mine, state="stopped", exit_code=143)]
+
+
+def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    history = History(tmp_path / "state", {"local": "here"})
+    record = RunRecord(launch_id="1", host="local", place="here", tag="quick", created_at="now", run="quick-1")
+    (tmp_path / "state").touch()
+    history.remember(record, {"state": "exited", "exit_code": 3})
+    (tmp_path / "state").unlink()
+    history.remember(record, {"state": "exited", "exit_code": 3})
+    assert [found.exit_code for found in history.records()] == [3]

@@ -1,5 +1,7 @@
 """`dflashctl prepare`: an experiment's data are made on its host, as a run, by what its section `prepare` says."""
 
+import datetime
+import fcntl
 import http.server
 import json
 import os
@@ -141,6 +143,51 @@ def test_one_that_was_killed_goes_on_by_the_same_command(far, server: Server) ->
     assert num_documents(far) == 40
     assert events(far, "tiny-prepare-2")[-1]["event"] == "finished"
     assert "last event finished" in far("status").stdout
+
+
+def test_a_second_one_at_once_is_refused_before_it_starts(far) -> None:
+    (far.root / "made").mkdir()
+    with (far.root / "made/data.regenerated.jsonl").open("ab") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        done = far("prepare", "tiny", "--set", "prepare.regenerate=true")
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert f"{far.root}/made/data.regenerated.jsonl is being written by another preparation" in done.stderr
+    assert not (far.root / "runs").exists()
+
+
+@pytest.mark.parametrize(("overdue", "age_s"), [(False, 0), (True, 0), (False, 1000)], ids=["well", "overdue", "old"])
+def test_how_fast_it_is_and_how_long_it_will_take_is_said_of_one_that_moves(bench, overdue: bool, age_s: int) -> None:
+    when = (datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=age_s)).isoformat(timespec="milliseconds")
+    said = [
+        {"event": "started"},
+        {"event": "progress", "time": when.replace("+00:00", "Z"), "done": 1, "total": 40}
+        | {"conversations_per_s": 15.0, "tokens_per_s": 29.0, "remaining_s": 66.0},
+        {"event": "heartbeat", "idle_s": 1.0, "overdue": overdue},
+    ]
+    lines = "".join(json.dumps(event) + "\n" for event in said)
+    bench.trainer(f"import pathlib, time; pathlib.Path('events.jsonl').write_text({lines!r}); time.sleep(600)", "prepare.py")
+    bench.root.mkdir()
+    (bench.root / "chats.jsonl").touch()
+    assert bench("prepare", "quick", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
+    text = bench("status", "quick-prepare-1").stdout
+    assert ("1 of 40 conversations answered, 15/s, 29 tokens/s, 66 s left\n" in text) is not (overdue or age_s > 0)
+    assert "\n1 of 40 conversations answered" in text
+    assert ("running, stalled: " in text) is overdue
+    bench("stop", "quick-prepare-1")
+    assert "\n1 of 40 conversations answered\n" in bench("status", "quick-prepare-1").stdout
+
+
+def test_what_goes_on_with_a_preparation_is_named_and_more_than_one_gpu_refused(bench) -> None:
+    bench.trainer("import sys; sys.exit()", "prepare.py")
+    bench.root.mkdir()
+    (bench.root / "chats.jsonl").touch()
+    assert bench("prepare", "quick", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
+    resumed = bench("launch", "--resume", "quick-prepare-1")
+    assert resumed.exit_code == 2
+    assert "local:quick-prepare-1 made data and is no training: " in resumed.stderr
+    assert "hint: dflashctl prepare quick\n" in resumed.stderr
+    two = bench("prepare", "quick", "--gpus", "0,1")
+    assert (two.exit_code, "error: prepare uses one GPU at most, got --gpus 0,1\n" in two.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_what_cannot_be_resumed_is_one_sentence(trained) -> None:
     trained("launch", "--tag", "quick", "--startup-seconds", "0")
     living = trained("launch", "--resume", "quick-2")
     assert (living.exit_code, "is still living" in living.stderr) == (8, True)
+    assert "hint: dflashctl tail quick-2 follows it, dflashctl stop quick-2 ends it\n" in living.stderr
     trained("stop", "quick-2")
     none = trained("launch", "--resume", "quick-2")
     assert (none.exit_code, "has no checkpoint" in none.stderr) == (8, True)

@@ -174,30 +174,128 @@ def test_a_trainer_that_outlives_its_wrapper_does_not_go_on_beside_the_next(benc
     assert [run[1:3] for run in chain(bench)] == [(None, "lost"), ("quick-1", "exited")]
 
 
-def test_the_gpu_of_the_dead_run_is_waited_for(bench) -> None:
-    used = bench.folder / "used"
-    used.write_text("0")
+@pytest.fixture
+def cuda(bench):
+    """Experiment `cuda`, and two GPUs: the first holds as many MiB as file `used` says, and a look fails where `broken` is."""
+    bench.used, bench.broken = bench.folder / "used", bench.folder / "broken"
+    bench.used.write_text("0")
     bench.nvidia_smi(
         f"""
+        rm {bench.broken} 2>/dev/null && exit 9
         case "$1" in --query-compute-apps=*) exit 0;; esac
         echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
-        echo "0, GPU-retry0, NVIDIA H200, $(cat {used}), 143771, 0"
+        echo "0, GPU-retry0, NVIDIA H200, $(cat {bench.used}), 143771, 0"
+        echo "1, GPU-retry1, NVIDIA H200, 0, 143771, 0"
         """
     )
     bench.experiment("cuda", "cuda:0")
-    bench.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\npathlib.Path({str(used)!r}).write_text('9000')\ncheckpoint()\ndie()")
-    process = bench.start("launch", "--tag", "cuda", "--retries", "1", "--startup-seconds", "0")
-    assert process.stderr
+    write = f"pathlib.Path({str(bench.used)!r}).write_text('9000')"
+    bench.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\n{write}\ncheckpoint()\ndie()")
+    return bench
+
+
+RETRY = ("launch", "--tag", "cuda", "--retries", "1", "--startup-seconds", "0", "--gpus", "0")
+
+
+def read_until(process, words: bytes) -> None:
     said = b""
-    while b"waiting: " not in said:
+    while words not in said:
         line = process.stderr.readline()
         assert line, said.decode()
         said += line
-    assert not bench.run_folder("cuda-2").exists()
-    used.write_text("0")
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "force"])
+def test_the_gpu_of_the_dead_run_is_waited_for(cuda, force: tuple[str, ...]) -> None:
+    """Also where the first try took it by force: what was known to be in the way then may be somebody else's now."""
+    cuda.used.write_text("5000" if force else "0")
+    process = cuda.start(*RETRY, *force)
+    read_until(process, b"waiting: ")
+    assert not cuda.run_folder("cuda-2").exists()
+    cuda.used.write_text("0")
     process.communicate(timeout=120)
     assert process.returncode == 0
-    assert json.loads((bench.run_folder("cuda-2") / "run.json").read_text())["gpus"][0]["uuid"] == "GPU-retry0"
+    assert json.loads((cuda.run_folder("cuda-2") / "run.json").read_text())["gpus"][0]["uuid"] == "GPU-retry0"
+
+
+def test_one_look_at_the_gpus_that_fails_ends_nothing(cuda) -> None:
+    fail = f"pathlib.Path({str(cuda.broken)!r}).touch()"
+    cuda.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\n{fail}\ncheckpoint()\ndie()")
+    done = cuda(*RETRY)
+    assert done.exit_code == 0, done.stderr
+    assert not cuda.broken.exists()
+    assert [run[1:3] for run in chain(cuda)] == [(None, "killed"), ("cuda-1", "exited")]
+
+
+def test_to_stop_a_dead_run_ends_its_retries(cuda) -> None:
+    process = cuda.start(*RETRY)
+    read_until(process, b"waiting: ")
+    assert cuda("stop", "cuda-1").stdout == "local:cuda-1 had already ended: killed by signal 9\n"
+    cuda.used.write_text("0")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert b"local:cuda-1 is not tried again: host local: cuda-1 was stopped by " in stderr
+    assert not cuda.run_folder("cuda-2").exists()
+    by_hand = cuda("launch", "--resume", "cuda-1", "--gpus", "0", "--startup-seconds", "30")
+    assert by_hand.exit_code == 0, by_hand.stderr
+
+
+def test_two_do_not_go_on_from_one_run(cuda) -> None:
+    process = cuda.start(*RETRY)
+    read_until(process, b"waiting: ")
+    assert cuda("launch", "--resume", "cuda-1", "--gpus", "1", "--startup-seconds", "30").exit_code == 0
+    cuda.used.write_text("0")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert b"local:cuda-1 is not tried again: host local: cuda-2 goes on from cuda-1 already\n" in stderr
+    assert not cuda.run_folder("cuda-3").exists()
+
+
+def test_a_run_that_lives_is_followed_and_tried_again_if_it_dies(bench) -> None:
+    wait = "while not os.path.exists('go'):\n    time.sleep(0.02)\n"
+    bench.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\ncheckpoint()\n{wait}die()")
+    assert bench("launch", "--tag", "quick", "--startup-seconds", "0").exit_code == 0
+    process = bench.start("launch", "--resume", "quick-1", "--retries", "2", "--startup-seconds", "0", "--json")
+    read_until(process, b"local:quick-1 still lives; it is followed, and tried again if it dies\n")
+    (bench.run_folder("quick-1") / "go").touch()
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr.decode()
+    assert [(run["run"], run["resumes"]) for run in json.loads(stdout)["tries"]] == [("quick-1", None), ("quick-2", "quick-1")]
+
+
+def test_a_run_that_lives_and_dies_without_progress_is_tried_from_where_it_began(bench) -> None:
+    wait = "while not os.path.exists('go'):\n    time.sleep(0.02)\n"
+    bench.trainer(f"{BEGIN}\nif resumed is None:\n    checkpoint()\n    die()\n{wait}die()")
+    bench("launch", "--tag", "quick", "--startup-seconds", "30")
+    assert bench("launch", "--resume", "quick-1", "--startup-seconds", "0").exit_code == 0
+    process = bench.start("launch", "--resume", "quick-2", "--retries", "1", "--startup-seconds", "0")
+    read_until(process, b"quick-2 still lives")
+    (bench.run_folder("quick-2") / "go").touch()
+    read_until(process, b"retry 1 of 1: from the checkpoint of quick-1 again\n")
+    bench.until(bench.run_folder("quick-3").is_dir)
+    bench.until((bench.run_folder("quick-3") / "pid").exists)
+    (bench.run_folder("quick-3") / "go").touch()
+    process.communicate(timeout=120)
+    assert [run[:2] for run in chain(bench)] == [("quick-1", None), ("quick-2", "quick-1"), ("quick-3", "quick-1")]
+
+
+def test_a_reader_who_goes_away_ends_the_retries_and_leaves_the_run_alone(bench) -> None:
+    bench.trainer("import time\nwhile True:\n    print('up', flush=True)\n    time.sleep(0.05)")
+    process = bench.start("launch", "--tag", "quick", "--retries", "3", "--startup-seconds", "0")
+    assert process.stdout
+    assert process.stderr
+    while process.stdout.readline() != b"up\n":
+        pass
+    process.stdout.close()
+    assert process.wait(60) == 1
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    end = (
+        "nobody reads the output any more, and nothing is tried again; local:quick-1 is left alone: dflashctl status quick-1\n"
+    )
+    assert said.endswith(end)
+    assert bench("status", "quick-1", "--json").document["state"] == "running"
+    assert bench("stop", "quick-1").exit_code == 0
 
 
 def test_ctrl_c_leaves_the_run_alone_and_ends_the_retries(bench) -> None:

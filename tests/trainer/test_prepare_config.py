@@ -1,6 +1,7 @@
 """`python -m trainer.prepare CONFIG.json` does what a run's configuration says, and tells it in events.jsonl beside it."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from trainer import prepare
 from trainer.config import TrainConfig
 from trainer.dataset import open_shards
 from trainer.errors import ConfigError
+from trainer.regenerate import Progress
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
 {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -53,6 +55,30 @@ def test_everything_is_in_the_configuration(config: dict[str, Any], tmp_path: Pa
     assert (started["event"], started["input"], started["output"]) == ("started", ["chats.jsonl"], "made/out")
     assert (finished["event"], finished["kept"]) == ("finished", {"train": 1})
     assert finished["dropped"] == {"its first answer ends after 60 tokens": 1}
+
+
+def test_heartbeats_tell_whether_answers_come(config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(prepare, "OVERDUE_S", 0.0)
+
+    def next_beats() -> list[bool]:
+        deadline, known = time.monotonic() + 60, len(events(tmp_path))
+        while len(found := events(tmp_path)[known:]) < 3:
+            assert time.monotonic() < deadline
+        return [event["overdue"] for event in found[1:]]
+
+    def work(_config: TrainConfig, tell: Callable[[Progress], object]) -> prepare.Report:
+        assert not any(next_beats())
+        tell(Progress(1, 2, 1.0, 1.0, 1.0))
+        assert all(next_beats()[1:])
+        tell(Progress(2, 2, 1.0, 1.0, 0.0))
+        assert not any(next_beats()[1:])
+        return prepare.Report(tmp_path, 60)
+
+    monkeypatch.setattr(prepare, "_configured", work)
+    assert prepare.main([written(tmp_path, config)]) == 0
+    assert {event["event"] for event in events(tmp_path)} == {"started", "heartbeat", "progress", "finished"}
+    assert events(tmp_path)[-1]["event"] == "finished"
 
 
 def test_documents_may_be_kept_shorter_than_a_row(config: dict[str, Any], tmp_path: Path) -> None:
