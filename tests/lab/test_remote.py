@@ -231,8 +231,11 @@ def test_a_hypervisor_that_cannot_be_asked_is_said(far, lab, ct) -> None:
 
 def holder_in(lab, container, name: str) -> tuple[int, int]:
     """A process of a container by its pid on the node and the one inside."""
-    wait_until(lambda: any(name in line for line in container.processes().values()), f"{name} in the container")
-    (inner,) = [pid for pid, line in container.processes().items() if name in line]
+
+    def named() -> list[int]:  # not the shell that becomes it, nor in one look what another has seen
+        return [pid for pid, line in container.processes().items() if line.split()[:1] == [name]]
+
+    (inner,) = wait_until(named, f"{name} in the container")
     for line in lab.node.run(["sh", "-c", "grep -H NSpid /proc/[0-9]*/status"]).stdout.decode().splitlines():
         path, _, pids = line.partition(":NSpid:")
         of_container = f"/lxc/{container.vmid}/" in lab.node.path(path.replace("status", "cgroup")).read_text()
