@@ -30,19 +30,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def lab_of_session() -> Iterator[Lab]:
-    """The lab, brought up once. Use `lab`, which also cleans up between tests."""
+def labs() -> Iterator[list[Lab]]:
+    """At most one: the lab of the session. Use `lab`, which brings it up and cleans up between tests."""
     require()
-    lab = Lab()
-    yield lab
-    lab.close()
+    current: list[Lab] = []
+    yield current
+    for lab in current:
+        lab.close()
 
 
 @pytest.fixture
-def lab(lab_of_session: Lab) -> Iterator[Lab]:
+def lab(labs: list[Lab]) -> Iterator[Lab]:
     """The lab without containers, with every default in place."""
-    yield lab_of_session
-    lab_of_session.reset()
+    if not labs:
+        labs.append(Lab())
+    yield labs[0]
+    try:
+        labs[0].reset()
+    except BaseException:  # what is left of it would fail every later test
+        labs.pop().close()
+        raise
 
 
 @pytest.fixture

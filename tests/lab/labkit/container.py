@@ -187,7 +187,7 @@ class Container:
         """Give LXC's own word for it: RUNNING, STOPPED, FROZEN..."""
         return self._node.run(["lxc-info", *self._named(), "-sH"]).stdout.decode().strip()
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 20, check: bool = False) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60, check: bool = False) -> Completed:
         """Run a program inside, straight and with a full PATH: to set a scene, not to test `pct`."""
         command = ["lxc-attach", *self._named(), "--clear-env", "--", *argv]
         return self._node.run(command, stdin=stdin, timeout_s=timeout_s, check=check)

@@ -11,7 +11,7 @@ class LabError(Exception):
     """The lab itself is broken (not the code under test); the text says what and shows the log that tells why."""
 
 
-def wait_until(check: Callable[[], T], what: str, timeout_s: float = 10.0) -> T:
+def wait_until(check: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
     """Poll `check` until it gives something true and return that; after `timeout_s` raise LabError naming `what`."""
     deadline = time.monotonic() + timeout_s
     pause_s = 0.002

@@ -92,7 +92,7 @@ class Lab:
         """Give the words that run a remote command with the system's ssh client, for a Popen of one's own."""
         return ["ssh", "-F", str(self.ssh_config), "-T", *options, alias, *words]
 
-    def ssh(self, alias: str, *words: str, stdin: bytes = b"", options: Sequence[str] = (), timeout_s: float = 20) -> Completed:
+    def ssh(self, alias: str, *words: str, stdin: bytes = b"", options: Sequence[str] = (), timeout_s: float = 60) -> Completed:
         """Run a remote command with the system's ssh client. Mind that ssh joins `words` with spaces for a shell."""
         command = self.ssh_command(alias, *words, options=options)
         return subprocess.run(command, input=stdin, capture_output=True, timeout=timeout_s)
@@ -106,7 +106,7 @@ class Lab:
             for pipe in (process.stdin, process.stdout, process.stderr):
                 if pipe is not None:
                     stack.callback(pipe.close)
-            stack.callback(process.wait, timeout=10)
+            stack.callback(process.wait, timeout=30)
             stack.callback(process.kill)
             yield process
 

@@ -92,7 +92,7 @@ class Node:
         spaces = ["--mount", "--uts", "--ipc", "--pid", "--cgroup"]
         return ["nsenter", "--target", str(self.outer_pid), *spaces, "--wd=/", "--", *argv]
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 20.0, check: bool = False) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0, check: bool = False) -> Completed:
         """Run a program on the node as root, without ssh. `check` raises LabError when it fails."""
         done = subprocess.run(
             self.command(argv),
@@ -134,10 +134,10 @@ class Node:
             if pipe is not None and not pipe.closed:
                 pipe.close()
         try:
-            self._init.wait(timeout=10)
+            self._init.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self._init.kill()  # unshare takes process 1 with it (--kill-child).
-            self._init.wait(timeout=10)
+            self._init.wait(timeout=30)
         self._cgroups.remove()
 
     def wait_for_port(self, port: int) -> None:
