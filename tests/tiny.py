@@ -45,8 +45,8 @@ class TinyRun:
             writer.finish(tokenizer_digest=self.tokenizer_digest, about={})
 
 
-def make(root: Path) -> TinyRun:
-    """Write target, tokenizer and shards below `root`."""
+def make(root: Path, hidden_size: int = 32) -> TinyRun:
+    """Write target, tokenizer and shards below `root`; kernels of a GPU want a `hidden_size` of at least 64."""
     words = {word: i for i, word in enumerate(["<unk>", "</s>", *(f"w{i}" for i in range(58))])}
     words_apart = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     words_apart.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -58,7 +58,7 @@ def make(root: Path) -> TinyRun:
     tokenizer.save_pretrained(root / "target")
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=48,
         num_hidden_layers=4,
         num_attention_heads=4,
