@@ -47,6 +47,7 @@ class Answer:
     text: str | None
     """None if there is none to be used."""
     why_not: str = ""
+    """Why there is none, or, of a text that was broken off, why it does not end."""
     num_tokens: int = 0
 
 
@@ -198,7 +199,8 @@ class LocalAnswers:
                 if len(row.tokens) == self._max_new_tokens
                 else f"the {self._max_tokens} tokens of a conversation"
             )
-            return Answer(row.key, None, f"its answer does not end within {within}", len(row.tokens))
+            text = self._tokenizer.decode(row.tokens, skip_special_tokens=True)
+            return _broken_off(row.key, text, f"its answer does not end within {within}", len(row.tokens))
         text = self._tokenizer.decode(row.tokens[:-1], skip_special_tokens=True)
         return _worded(row.key, text, len(row.tokens))
 
@@ -297,24 +299,36 @@ class ServerAnswers:
         raise AssertionError("unreachable")
 
     def _read(self, key: int, reply: Any) -> Answer:
-        """`reasoning` is vLLM's field for thoughts, `reasoning_content` its old one and that of other servers."""
         choice, usage = reply["choices"][0], reply.get("usage")
         told = usage.get("completion_tokens") if isinstance(usage, dict) else None
         num_tokens = told if isinstance(told, int) else 0
         match choice["finish_reason"]:
             case "stop":
-                message = choice["message"]
-                thoughts, text = message.get("reasoning") or message.get("reasoning_content"), message.get("content") or ""
+                thoughts, text = _thoughts_and_text(choice["message"])
                 if thoughts and text:
                     text = f"<think>\n{thoughts.strip()}\n</think>\n\n{text}"
                 return _worded(key, text, num_tokens)
             case "length":
                 why_not = f"its answer does not end within {self._request['max_tokens']} tokens"
+                thoughts, text = _thoughts_and_text(choice["message"])
+                if not thoughts:  # where a template begins them is not known here
+                    return _broken_off(key, text, why_not, num_tokens)
             case reason:
                 why_not = f"its answer ends with finish_reason {reason!r}"
         return Answer(key, None, why_not, num_tokens)
 
 
+def _thoughts_and_text(message: Any) -> tuple[str, str]:
+    """`reasoning` is vLLM's field for thoughts, `reasoning_content` its old one and that of other servers."""
+    return message.get("reasoning") or message.get("reasoning_content") or "", message.get("content") or ""
+
+
 def _worded(key: int, text: str, num_tokens: int) -> Answer:
     text = text.strip()
     return Answer(key, text, "", num_tokens) if text else Answer(key, None, "its answer has no text", num_tokens)
+
+
+def _broken_off(key: int, text: str, why_not: str, num_tokens: int) -> Answer:
+    """As it was begun, spaces before it too; a character of which bytes are missing is left out."""
+    text = text.rstrip("\ufffd").rstrip()
+    return Answer(key, text or None, why_not, num_tokens)

@@ -102,7 +102,7 @@ class PrepareConfig:
     temperature: float = field(default=0.0, metadata=_bounds(0))
     """0 is greedy. Sampling has `run.seed`."""
     max_new_tokens: int = field(default=1024, metadata=_bounds(1))
-    """Of an answer; a longer one is not used."""
+    """Of an answer; a longer one is kept as far as that, and the last of its conversation."""
     rows: int = field(default=64, metadata=_bounds(1))
     """Answers in progress at once."""
     server: str | None = None

@@ -12,7 +12,8 @@ A conversation longer than --max-tokens is cut after the last answer that fits, 
 conversation; one whose first answer does not fit is dropped. Nothing is left behind when anything fails.
 
 With --regenerate the target itself answers what the users say, for a drafter is to draft the target's words, not other
-people's. What is answered is kept in OUTPUT.regenerated.jsonl, and the same command goes on from there.
+people's. What is answered is kept in OUTPUT.regenerated.jsonl, and the same command goes on from there. An answer that does
+not end within --max-new-tokens is learnt as far as that.
 """
 
 import argparse
@@ -66,6 +67,7 @@ class Report:
     tokens: int = 0
     response_tokens: int = 0
     shortened: int = 0
+    unfinished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -76,6 +78,7 @@ class Report:
             f"{self.documents['train']} to train on, {self.documents['held_out']} held out",
             f"{self.tokens} tokens, {self.response_tokens} of them responses",
             f"shortened {self.shortened} to their last answer within {self.max_tokens} tokens",
+            *([f"{self.unfinished} end with an answer that was broken off"] if self.unfinished else []),
             f"dropped {dropped}",
             *(f"  {count}  {reason}" for reason, count in self.dropped.most_common()),
         ]
@@ -89,6 +92,7 @@ class Report:
             "tokens": self.tokens,
             "response_tokens": self.response_tokens,
             "shortened": self.shortened,
+            "unfinished": self.unfinished,
             "dropped": dict(self.dropped),
         }
 
@@ -117,12 +121,12 @@ def prepare(
         raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
     report = Report(output, max_tokens)
     if regeneration is None:
-        chats = conversations(inputs, report.dropped)
+        chats = ((messages, "") for messages in conversations(inputs, report.dropped))
     else:
         chats = _answered(inputs, target, root, tokenizer, regeneration, report, tell)
     with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
-        for messages in chats:
-            _add(writer, report, tokenizer, messages, held_out)
+        for chat in chats:
+            _add(writer, report, tokenizer, chat, held_out)
         if not report.documents["train"]:
             reasons = "; ".join(f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3))
             raise DataError(f"{inputs[0]}: no conversation is left to train on ({reasons or 'none was given'})")
@@ -131,6 +135,7 @@ def prepare(
             "gguf_file": target.gguf_file,
             "max_tokens": max_tokens,
             "shortened": report.shortened,
+            "unfinished": report.unfinished,
             "dropped": dict(report.dropped),
             "regenerated": asdict(regeneration) if regeneration else None,
         }
@@ -146,7 +151,7 @@ def _answered(
     settings: Regeneration,
     report: Report,
     tell: Callable[[Progress], object],
-) -> Iterator[Messages]:
+) -> Iterator[tuple[Messages, str]]:
     """The conversations of `inputs` with the target's own answers, which lie in a journal beside the output."""
     asked = list(questions(inputs, report.dropped))
     made_with = {
@@ -159,6 +164,7 @@ def _answered(
         "temperature": settings.temperature,
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
+        "unfinished": "kept",
     }
     journal = report.output.with_name(f"{report.output.name}.regenerated.jsonl")
     somebody = functools.partial(_somebody, target, root, tokenizer, settings, report.max_tokens)
@@ -208,9 +214,14 @@ def _somebody(
     )
 
 
-def _add(writer: ShardWriter, report: Report, tokenizer: PreTrainedTokenizerBase, messages: Messages, held_out: float) -> None:
+def _add(
+    writer: ShardWriter, report: Report, tokenizer: PreTrainedTokenizerBase, chat: tuple[Messages, str], held_out: float
+) -> None:
+    messages, unfinished = chat
     try:
-        tokens, loss_mask = encode(tokenizer, messages)
+        tokens, loss_mask = encode(tokenizer, messages, unfinished)
+        if unfinished and loss_mask[report.max_tokens - 1 : report.max_tokens].any():  # it may as well be broken off here
+            tokens, loss_mask = tokens[: report.max_tokens], loss_mask[: report.max_tokens]
         length, shortened = cut(loss_mask, report.max_tokens)
         tokens, loss_mask = tokens[:length], loss_mask[:length]
         if not (loss_mask[1:] & loss_mask[:-1]).any():
@@ -224,6 +235,7 @@ def _add(writer: ShardWriter, report: Report, tokenizer: PreTrainedTokenizerBase
     report.tokens += length
     report.response_tokens += int(loss_mask.sum())
     report.shortened += shortened
+    report.unfinished += bool(unfinished) and not shortened
 
 
 def _fraction(messages: Messages) -> float:

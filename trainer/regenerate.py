@@ -2,7 +2,8 @@
 
 A module of its own between `trainer.answers`, which answers, and `trainer.prepare`, which makes shards. Every user's turn is
 asked in order, after what was asked and answered before it. The journal is JSON lines: what it was made with, then one
-conversation a line, with the number that it has in the input; one whose line was cut short by a kill is asked again.
+conversation a line, with the number that it has in the input; one whose line was cut short by a kill is asked again. An
+answer that does not end is kept as far as it goes, for it is what the target says; nothing is asked after it.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.answers import Answers
+from trainer.answers import Answer, Answers
 from trainer.conversations import Messages
 from trainer.errors import DataError
 
@@ -29,7 +30,7 @@ class Regeneration:
     temperature: float = 0.0
     """0 is greedy."""
     max_new_tokens: int = 1024
-    """Of an answer; a longer one is not used."""
+    """Of an answer; a longer one is kept as far as that, and the last of its conversation."""
     num_rows: int = 64
     """Answers in progress at once."""
     seed: int = 0
@@ -85,29 +86,32 @@ def regenerate(
             for answer in somebody.collect():
                 tokens += answer.num_tokens
                 chat = chats[answer.key]
-                if answer.text is not None:
+                if answer.text is not None and not answer.why_not:
                     chat.append({"role": "assistant", "content": answer.text})
                     if len(_questions_of(chat)) < len(_questions_of(questions[answer.key])):
                         again.append(answer.key)
                         continue
                 if file.seek(0, os.SEEK_END) == 0:
                     _write(file, {"made_with": made_with})
-                _write(file, _line(answer.key, chats.pop(answer.key), answer.why_not))
+                _write(file, _line(answer, chats.pop(answer.key)))
                 done += 1
                 seconds = max(time.monotonic() - start, 1e-9)
                 remaining = (len(questions) - len(known) - done) * seconds / done
                 tell(Progress(len(known) + done, len(questions), done / seconds, tokens / seconds, remaining))
 
 
-def regenerated(journal: Path, made_with: dict[str, Any], dropped: Counter[str]) -> Iterator[Messages]:
-    """The conversations of a journal in the order of its questions; those without any answer are counted by reason."""
+def regenerated(journal: Path, made_with: dict[str, Any], dropped: Counter[str]) -> Iterator[tuple[Messages, str]]:
+    """The conversations of a journal in the order of its questions, each with how the answer that does not end begins, or "".
+
+    Those without any answer are counted by reason.
+    """
     known = _scan(journal, made_with)
     with _sentences(journal), journal.open("rb") as file:
         for key in sorted(known):
             file.seek(known[key])
             line = json.loads(file.readline())
             if line["messages"]:
-                yield line["messages"]
+                yield line["messages"], line.get("unfinished", "")
             else:
                 dropped[line["why_not"]] += 1
 
@@ -141,11 +145,14 @@ def _ask_next(chat: Messages, questions: Messages) -> None:
             return
 
 
-def _line(key: int, chat: Messages, why_not: str) -> dict[str, Any]:
-    """A conversation up to its last answer, and what ended it early."""
+def _line(answer: Answer, chat: Messages) -> dict[str, Any]:
+    """A conversation up to its last answer, or to the question before one that does not end, and what ended it early."""
+    told = {"index": answer.key, "messages": chat, "why_not": answer.why_not}
+    if answer.text is not None and answer.why_not:
+        return told | {"unfinished": answer.text}
     while chat and chat[-1]["role"] != "assistant":
         chat.pop()
-    return {"index": key, "messages": chat, "why_not": why_not}
+    return told
 
 
 def _scan(journal: Path, made_with: dict[str, Any]) -> dict[int, int]:

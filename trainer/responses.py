@@ -20,13 +20,22 @@ earlier answers too."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-    """Token ids and loss mask of a whole conversation, both [T]; raises Dropped."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, unfinished: str = ""
+) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+    """Token ids and loss mask of a conversation, both [T]; raises Dropped.
+
+    It ends with an answer, or with a question and how the answer begins: `unfinished`, as the target wrote it.
+    """
     try:
         if _GENERATION.search(str(tokenizer.chat_template)):
-            out: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return np.array(out["input_ids"], dtype=np.uint32), np.array(out["assistant_masks"], dtype=np.bool_)
-        text, spans = response_spans(tokenizer, messages)
+            out: Any = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=bool(unfinished), return_dict=True, return_assistant_tokens_mask=True
+            )
+            begun = tokenizer(unfinished, add_special_tokens=False)["input_ids"] if unfinished else []
+            loss_mask = np.array([*out["assistant_masks"], *[1] * len(begun)], dtype=np.bool_)
+            return np.array([*out["input_ids"], *begun], dtype=np.uint32), loss_mask
+        text, spans = response_spans(tokenizer, messages, unfinished)
     except jinja2.TemplateError:
         raise Dropped("the chat template refuses it") from None
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -37,22 +46,27 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[NDAr
     return np.array(out["input_ids"], dtype=np.uint32), loss_mask
 
 
-def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+def response_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, unfinished: str = ""
+) -> tuple[str, list[tuple[int, int]]]:
     """The rendered conversation and the characters [begin, end) of each answer, end of turn included; raises Dropped.
 
     An answer begins after the prompt that the template renders for it, which has to be how the whole text begins. It ends with
     its own text and the end of turn; in between stands what the template adds, such as Qwen3's thinking tags around nothing.
-    The conversation ends with an answer. The end of turn is what follows the last answer, cut to the tags that follow all.
+    The end of turn is what follows the last answer, cut to the tags that follow all; an `unfinished` one has none.
     """
 
     def render(count: int, *, prompt: bool = False) -> str:
         return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
 
-    text = render(len(messages))
+    text = render(len(messages), prompt=bool(unfinished))
+    begun = [(len(text), len(text) + len(unfinished))] if unfinished else []
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prompts = [render(i, prompt=True) for i in answers]
     if not all(text.startswith(prompt) for prompt in prompts):
         raise Dropped("the chat template renders its turns differently inside the whole conversation")
+    if not answers:
+        return text + unfinished, begun
     bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
     if not all(bodies):
         raise Dropped("an answer is nothing but thoughts")
@@ -61,7 +75,7 @@ def response_spans(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tu
         closed = [body + ending for body in bodies]
         found = [text.find(closed[i], len(prompts[i]), limits[i]) for i in range(len(bodies))]
         if min(found) >= 0:
-            return text, [(len(prompts[i]), found[i] + len(closed[i])) for i in range(len(bodies))]
+            return text + unfinished, [(len(prompts[i]), found[i] + len(closed[i])) for i in range(len(bodies))] + begun
     raise Dropped("the chat template changes the assistant's text")
 
 

@@ -110,6 +110,26 @@ def test_responses_are_the_assistants_tokens_with_their_end_of_turn(
     assert marked(tokenizer, *responses.encode(tokenizer, CHAT)) == expected
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            CHATML,
+            "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦hi, you<|im_end|>⟧\n"
+            "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n⟦well, I⟧",
+        ),
+        (GENERATION, "[user]hello[assistant]⟦hi, you<|end|>⟧[user]how?[assistant]⟦well, I⟧"),
+    ],
+)
+def test_of_an_answer_that_was_broken_off_no_end_is_learnt(
+    make_target: Callable[[str], Path], template: str, expected: str
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(template))
+    assert marked(tokenizer, *responses.encode(tokenizer, CHAT[:3], "well, I")) == expected
+    first = expected[: expected.index("⟦")]
+    assert marked(tokenizer, *responses.encode(tokenizer, CHAT[:1], "hi")) == f"{first}⟦hi⟧"
+
+
 def test_what_the_target_thinks_before_its_last_answer_is_a_response_too(make_target: Callable[[str], Path]) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(make_target(THINKING))
     answers = ["<think>\na greeting\n</think>\n\nhi", "<think>\na question\n</think>\n\nwell"]

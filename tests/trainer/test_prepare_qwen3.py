@@ -106,6 +106,13 @@ def test_what_the_target_is_asked_with_begins_what_is_learnt(tokenizer: Any) -> 
         assert text[:begin] == prompt
 
 
+def test_thoughts_that_were_broken_off_are_learnt_as_they_were_written(tokenizer: Any) -> None:
+    """The template would put its empty tags before them."""
+    text, spans = responses.response_spans(tokenizer, [*chat("hello", "hi"), *chat("how?", "")[:1]], "<think>\nwell, I")
+    assert [text[begin:end] for begin, end in spans] == ["hi<|im_end|>", "<think>\nwell, I"]
+    assert text == f"{HELLO}hi<|im_end|>\n{HOW}<think>\nwell, I"
+
+
 def test_a_system_prompt_may_come_late(tokenizer: Any) -> None:
     late = [*chat("hello", "hi"), {"role": "system", "content": "Be brief"}, *chat("how?", "well")]
     assert marked(tokenizer, late) == (

@@ -77,7 +77,7 @@ def test_greedy_answers_are_those_that_the_target_gives_alone(
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     greedy, stop_ids = Sampling(0.0, torch.Generator()), stop_token_ids(model, tokenizer)
     decoder = Decoder(model, 48)
-    expected = {}
+    expected, broken_off = {}, {}
     for key, turns in enumerate([*QUESTIONS, ["w50 w51"], ["w52"]]):
         messages: list[dict[str, str]] = []
         for turn in turns:
@@ -85,16 +85,23 @@ def test_greedy_answers_are_those_that_the_target_gives_alone(
             prompt = tokenizer(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))["input_ids"]
             answer = decoder.decode(prompt, min(20, 48 - len(prompt)), stop_ids, greedy)
             text = tokenizer.decode(answer.tokens[:-1], skip_special_tokens=True).strip()
+            if not answer.ended:
+                broken_off[key] = tokenizer.decode(answer.tokens, skip_special_tokens=True)
+                messages = asked
             if not (answer.ended and text):
                 break
             messages = [*asked, {"role": "assistant", "content": text}]
         expected[key] = messages
     assert {key: line["messages"] for key, line in journal(chats).items()} == expected
+    assert {key: line["unfinished"] for key, line in journal(chats).items() if "unfinished" in line} == broken_off
     kept = sum(bool(messages) for messages in expected.values())
-    assert 3 < kept < len(expected)  # both kinds are there
+    assert 3 < len(broken_off) < kept - 3  # both kinds are there
     shards = open_shards(chats.parent / "out", "train")
     assert captured.out.startswith(f"kept {len(shards)} of {len(expected)} conversations")
-    assert "its answer does not end within 20 tokens" in captured.out
+    assert f"\n{len(broken_off)} end with an answer that was broken off\n" in captured.out
+    ends = [(tokens[-1], loss_mask[-1]) for tokens, loss_mask in map(shards.document, range(len(shards)))]
+    assert sum(token not in stop_ids for token, _ in ends) == len(broken_off)
+    assert all(is_response for _, is_response in ends)
     assert f"answered {len(expected)} of {len(expected)} conversations, " in captured.err
     meta = json.loads((chats.parent / "out" / "meta.json").read_text())
     assert meta["regenerated"]["max_new_tokens"] == 20
@@ -223,7 +230,7 @@ def test_answers_of_any_length_are_hugging_faces_own(target: Path, window: int |
         LocalAnswers(model, tokenizer, {1}, Sampling(0.0, torch.Generator()), num_rows=3, max_tokens=99, max_new_tokens=20),
         questions,
     )
-    some = 0
+    ended = 0
     for key, question in enumerate(questions):
         asked = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
@@ -232,10 +239,10 @@ def test_answers_of_any_length_are_hugging_faces_own(target: Path, window: int |
         most = min(20, 64 - len(prompt))  # beyond its positions it is never asked
         out = model.generate(torch.tensor([prompt]), max_new_tokens=most, do_sample=False, eos_token_id=1, pad_token_id=0)
         tokens = out[0, len(prompt) :].tolist()
-        text = tokenizer.decode(tokens[:-1], skip_special_tokens=True).strip() if tokens[-1] == 1 else None
+        text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
         assert told[key] == (text or None)
-        some += bool(text)
-    assert 0 < some < len(questions)  # else this would prove little
+        ended += tokens[-1] == 1
+    assert 0 < ended < len(questions)  # else this would prove little
 
 
 def test_rows_that_do_not_fit_are_one_sentence(chats: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +321,8 @@ def test_a_server_answers_too_and_what_it_refuses_or_breaks_off_is_counted(
     assert call(chats, target, "--server", server.url, "--server-model", "the-target", "--held-out", "0") == 0
     told = journal(chats)
     assert [m["content"] for m in told[1]["messages"]] == ["w4", "w4", "w5 w6", "w6 w5"]
-    assert [m["content"] for m in told[5]["messages"]] == ["w16", "w16"]  # up to the last answer that ended
+    assert [m["content"] for m in told[5]["messages"]] == ["w16", "w16", "w17"]
+    assert told[5]["unfinished"] == "w17", "it was broken off, and nothing is asked after it"
     assert told[3]["messages"] == []
     out = capsys.readouterr().out
     assert "kept 19 of 20 conversations" in out
@@ -328,7 +336,7 @@ ODD_ANSWERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "w9 w10 w11 w12": ({"content": "w2", "reasoning_content": "w1", "reasoning": None}, "stop", THINKING),
     "w13": ({"content": None, "reasoning": "w1"}, "stop", "its answer has no text"),
     "w14 w15": ({"content": None}, "tool_calls", "its answer ends with finish_reason 'tool_calls'"),
-    "w50 w51": ({"content": "w1"}, "length", "its answer does not end within 20 tokens"),
+    "w50 w51": ({"content": "w1", "reasoning": "w3"}, "length", "its answer does not end within 20 tokens"),
     "w52": ({}, "stop", "its answer has no text"),
 }
 """Message, finish_reason and what becomes of it by question."""
