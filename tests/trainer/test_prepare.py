@@ -115,7 +115,8 @@ def test_responses_are_the_assistants_tokens_with_their_end_of_turn(
     [
         (
             CHATML,
-            "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦hi, you<|im_end|>⟧\n"
+            "<|im_start|>system\nBe kind<|im_end|>\n"
+            "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦hi, you<|im_end|>⟧\n"
             "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n⟦well, I⟧",
         ),
         (GENERATION, "[user]hello[assistant]⟦hi, you<|end|>⟧[user]how?[assistant]⟦well, I⟧"),

@@ -136,12 +136,12 @@ class Rotary:
     sin: Tensor
 
 
-def rotary_factors(positions_BT: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Plain rotary positions, angles in fp32, the two halves of a head paired (as in GPT-NeoX and Llama)."""
+def rotary_factors(positions_BT: Tensor, head_dim: int, theta: float) -> Rotary:
+    """Plain rotary positions in fp32, the two halves of a head paired (as in GPT-NeoX and Llama)."""
     exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
     angles = positions_BT[:, None, :, None].float() * theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)
-    return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
+    return Rotary(angles.cos(), angles.sin())
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -151,20 +151,24 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A matrix without bias, cast to its input's type."""
+    """A matrix without bias, in the compute type.
 
-    def __init__(self, num_in: int, num_out: int) -> None:
+    What it reads is rounded here and not before: of what several matrices read, the gradients are then summed unrounded.
+    """
+
+    def __init__(self, num_in: int, num_out: int, dtype: torch.dtype) -> None:
         """Allocate without values."""
         super().__init__()
+        self._dtype = dtype
         self.weight = nn.Parameter(torch.empty(num_out, num_in, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., num_in] -> [..., num_out]."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x.to(self._dtype), self.weight.to(self._dtype))
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, in fp32 inside."""
+    """Root-mean-square norm over the last dimension, in fp32 or finer, and so is what it gives."""
 
     def __init__(self, width: int, eps: float) -> None:
         """Allocate without values."""
@@ -174,7 +178,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> the same."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -184,23 +189,24 @@ class Attention(nn.Module):
         """Allocate without values."""
         super().__init__()
         self.head_dim = spec.head_dim
-        self.q_proj = Linear(spec.hidden_size, spec.num_attention_heads * spec.head_dim)
-        self.k_proj = Linear(spec.hidden_size, spec.num_key_value_heads * spec.head_dim)
-        self.v_proj = Linear(spec.hidden_size, spec.num_key_value_heads * spec.head_dim)
-        self.o_proj = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size)
+        self.q_proj = Linear(spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.dtype)
+        self.k_proj = Linear(spec.hidden_size, spec.num_key_value_heads * spec.head_dim, spec.dtype)
+        self.v_proj = Linear(spec.hidden_size, spec.num_key_value_heads * spec.head_dim, spec.dtype)
+        self.o_proj = Linear(spec.num_attention_heads * spec.head_dim, spec.hidden_size, spec.dtype)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
 
     def keys_values(self, x_BTE: Tensor, rotary: Rotary) -> KeysValues:
         """[B, T, E] at the positions of `rotary` -> its keys and values, [B, G, T, C] each."""
-        key_BGTC = self.k_norm(self._heads(self.k_proj(x_BTE))).transpose(1, 2)
-        return rotate(key_BGTC, rotary), self._heads(self.v_proj(x_BTE)).transpose(1, 2)
+        key_BGTC = rotate(self.k_norm(self._heads(self.k_proj(x_BTE))).transpose(1, 2), rotary)
+        values_BGTC = self._heads(self.v_proj(x_BTE)).transpose(1, 2)
+        return key_BGTC.to(values_BGTC.dtype), values_BGTC
 
     def forward(self, x_BQE: Tensor, context: KeysValues, rotary: Rotary, mask: AttentionMask | None) -> Tensor:
         """Block tokens [B, Q, E] and the context's keys and values -> [B, Q, E]. Without a mask everything is seen."""
         query_BHQC = rotate(self.q_norm(self._heads(self.q_proj(x_BQE))).transpose(1, 2), rotary)
         keys, values = (torch.cat(both, dim=2) for both in zip(context, self.keys_values(x_BQE, rotary), strict=True))
-        out_BHQC = attend(query_BHQC, keys, values, mask, self.head_dim**-0.5)
+        out_BHQC = attend(query_BHQC.to(keys.dtype), keys, values, mask, self.head_dim**-0.5)
         return self.o_proj(out_BHQC.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -213,9 +219,9 @@ class MLP(nn.Module):
     def __init__(self, spec: DraftSpec) -> None:
         """Allocate without values."""
         super().__init__()
-        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size)
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size)
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.dtype)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, spec.dtype)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, spec.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> the same."""
@@ -246,7 +252,7 @@ class DraftModel(nn.Module):
         """Allocate parameters without values."""
         super().__init__()
         self.spec = spec
-        self.fc = Linear(len(spec.target_layer_ids) * spec.hidden_size, spec.hidden_size)
+        self.fc = Linear(len(spec.target_layer_ids) * spec.hidden_size, spec.hidden_size, spec.dtype)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -269,15 +275,17 @@ class DraftModel(nn.Module):
         x_BQE = block_embeds.to(self.spec.dtype)
         for layer, window in zip(self.layers, self.spec.layer_windows, strict=True):
             x_BQE = layer(x_BQE, layer.self_attn.keys_values(context_BSE, context_rotary), rotary, masks[window])
-        return self.norm(x_BQE)
+        normed: Tensor = self.norm(x_BQE)
+        return normed.to(self.spec.dtype)
 
     def context(self, context_features: Tensor) -> Tensor:
-        """Features [B, S, L*D] as every layer reads them: [B, S, E]."""
-        return self.hidden_norm(self.fc(context_features.to(self.spec.dtype)))
+        """Features [B, S, L*D] as every layer reads them: [B, S, E] in fp32 or finer."""
+        normed: Tensor = self.hidden_norm(self.fc(context_features))
+        return normed
 
     def rotary(self, positions_BT: Tensor) -> Rotary:
         """Rotary factors of slots at these positions."""
-        return rotary_factors(positions_BT, self.spec.head_dim, self.spec.rope_theta, self.spec.dtype)
+        return rotary_factors(positions_BT, self.spec.head_dim, self.spec.rope_theta)
 
 
 def build_draft(spec: DraftSpec, seed: int, device: torch.device) -> DraftModel:
