@@ -17,7 +17,7 @@ from trainer.dataset import open_shards
 
 TEMPLATE = """\
 {% for m in messages %}{% if m.role == 'assistant' %} w8 {{ m.content }} </s>\
-{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8{% endif %}"""
+{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8 {% endif %}"""
 
 
 class Server:

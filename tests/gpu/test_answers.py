@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 TEMPLATE = """\
 {% for m in messages %}{% if m.role == 'assistant' %} w8 {{ m.content }} </s>\
-{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8{% endif %}"""
+{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8 {% endif %}"""
 
 
 def test_answers_on_a_gpu_are_the_cpus(tmp_path):

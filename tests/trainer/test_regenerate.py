@@ -28,7 +28,7 @@ from trainer.model.target import load_causal_lm
 
 TEMPLATE = """\
 {% for m in messages %}{% if m.role == 'assistant' %} w8 {{ m.content }} </s>\
-{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8{% endif %}"""
+{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8 {% endif %}"""
 
 QUESTIONS = [["w1 w2 w3"], ["w4", "w5 w6"], ["w9 w10 w11 w12"], ["w13"], ["w14 w15"], ["w16", "w17", "w18"]] + [
     [f"w{20 + i} w{30 + i}"] for i in range(12)
@@ -328,6 +328,26 @@ def test_a_server_answers_too_and_what_it_refuses_or_breaks_off_is_counted(
     assert "kept 19 of 20 conversations" in out
     assert "  1  the server refuses it (HTTP 400)\n" in out
     assert ["w4", "w4", "w5 w6"] in server.asked
+
+
+def test_an_answer_that_was_broken_off_ends_where_a_document_must(
+    chats: Path, target: Path, serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats.write_text(json.dumps("w1 w2") + "\n" + json.dumps("w3") + "\n" + json.dumps("w1 " * 60) + "\n")
+
+    def reply(messages: list[dict[str, str]]) -> tuple[int, Any]:
+        text = {"w1 w2": "w5 " * 99, "w3": " w6 w7\ufffd"}.get(messages[-1]["content"], "w8")
+        return 200, {"choices": [{"message": {"content": text}, "finish_reason": "length"}]}
+
+    assert call(chats, target, "--server", serve(reply).url, "--server-model", "the-target", "--held-out", "0") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("kept 2 of 3 conversations")
+    assert "\n2 end with an answer that was broken off\n" in out
+    assert "  1  its first answer ends after 48 tokens\n" in out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    shards = open_shards(chats.parent / "out", "train")
+    texts = [tokenizer.decode(tokens) for tokens, _ in map(shards.document, range(len(shards)))]
+    assert texts == ["w7 w1 w2 w8" + " w5" * 44, "w7 w3 w8 w6 w7"]
 
 
 THINKING = "<think>\nw1\n</think>\n\nw2"
