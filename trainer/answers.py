@@ -199,8 +199,11 @@ class LocalAnswers:
                 if len(row.tokens) == self._max_new_tokens
                 else f"the {self._max_tokens} tokens of a conversation"
             )
-            text = self._tokenizer.decode(row.tokens, skip_special_tokens=True)
-            return _broken_off(row.key, text, f"its answer does not end within {within}", len(row.tokens))
+            # behind its prompt: alone, a word loses the space before it in some tokenizers
+            before, text = (
+                self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in (row.prompt, row.prompt + row.tokens)
+            )
+            return _broken_off(row.key, text[len(before) :], f"its answer does not end within {within}", len(row.tokens))
         text = self._tokenizer.decode(row.tokens[:-1], skip_special_tokens=True)
         return _worded(row.key, text, len(row.tokens))
 

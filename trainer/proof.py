@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,12 @@ class Proof:
         seconds = time.monotonic() - self._since
         num_batches = steps * len(self._config.pipeline.drafter_devices)
         tflops = {name: self._tflops(name, num_batches, seconds) for name in self._wiring.facts}
+        waited = waits(self._wiring).shares_since(self._waits)
         return {
             "captures_before_gate": self._captures,
             "captures_after_gate": _captures(self._wiring) - self._captures,
             "recompiles": _unique_graphs() - self._graphs,
-            "stages": {name: self._stage(name, facts, seconds) for name, facts in self._wiring.facts.items()},
+            "stages": {name: self._stage(name, facts, waited[name]) for name, facts in self._wiring.facts.items()},
             "gpus": {device: self._gpu(device, tflops) for device in self._memory},
             "channel_depths": {c.name: c.statistics().depth for c in self._wiring.channels},
             "steps_per_s": steps / seconds,
@@ -65,8 +67,8 @@ class Proof:
         """End the sleeper."""
         self._sleeper.stop()
 
-    def _stage(self, name: str, facts: StageFacts, seconds: float) -> dict[str, Any]:
-        clock, now = facts.clock, waits(self._wiring)[name]
+    def _stage(self, name: str, facts: StageFacts, waited: Mapping[str, float]) -> dict[str, Any]:
+        clock = facts.clock
         busy_s, spans, until_s = (after - before for after, before in zip(_counted(facts), self._counted[name], strict=True))
         return {
             "device": facts.device,
@@ -75,7 +77,7 @@ class Proof:
             "first_step_s": clock.first_step_s if clock else None,
             "steady_step_s": busy_s / spans * clock.spans_per_step if clock and spans else None,
             "busy": busy_s / until_s if spans else None,
-            "waits": {end: (total - self._waits[name][end]) / seconds for end, total in now.items()},
+            "waits": waited,
             "addresses_unchanged": facts.addresses_unchanged,
         }
 
@@ -122,8 +124,28 @@ def target_flop(config: TrainConfig, spec: DraftSpec, info: TargetInfo) -> float
     return float(config.token_budget * num_layers * layer)
 
 
-def waits(wiring: Wiring) -> dict[str, dict[str, float]]:
+@dataclass(frozen=True, slots=True)
+class Waits:
     """Seconds that each worker has waited on the host: for input, for room behind it, for other drafters."""
+
+    seconds: Mapping[str, Mapping[str, float]]
+    begin: float
+    """When the first of them was read."""
+    end: float
+    """When all of them had been."""
+
+    def shares_since(self, before: "Waits") -> dict[str, dict[str, float]]:
+        """How much of the time since then each worker waited; not above 1, however slowly all this was read."""
+        span = self.end - before.begin
+        return {
+            worker: {end: (total - before.seconds[worker][end]) / span for end, total in ends.items()}
+            for worker, ends in self.seconds.items()
+        }
+
+
+def waits(wiring: Wiring) -> Waits:
+    """How long they have waited until now."""
+    begin = time.monotonic()
     batches = [channel.statistics() for channel in wiring.batches]
     totals = {"prefetch-0": {"out": sum(channel.send_wait_s for channel in batches)}}
     for rank, inbox in enumerate(batches):
@@ -132,7 +154,7 @@ def waits(wiring: Wiring) -> dict[str, dict[str, float]]:
     for rank, others in enumerate(wiring.drafter_sum.wait_s):
         inbox_s = sum(c.statistics().receive_wait_s for (_, drafter), c in wiring.features.items() if drafter == rank)
         totals[f"draft-{rank}"] = {"in": inbox_s, "drafters": others}
-    return totals
+    return Waits(totals, begin, time.monotonic())
 
 
 class _Sleeper:

@@ -8,7 +8,6 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from trainer.events import EventLog
 from trainer.metrics import Totals
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
 from trainer.packing import packing_waste
-from trainer.proof import Proof, waits
+from trainer.proof import Proof, Waits, waits
 from trainer.wiring import Saved, StepReport, Validated, Wiring
 
 log = logging.getLogger("trainer")
@@ -51,7 +50,7 @@ class Reporter:
         self._wiring: Wiring | None = None
         self._opened: float | None = None
         self._since = self._begin
-        self._waits: Mapping[str, Mapping[str, float]] = {}
+        self._waits = Waits({}, 0.0, 0.0)
         self._proof: Proof | None = None
         self._marked = _Counts()
         self._lines = 0
@@ -150,7 +149,7 @@ class Reporter:
             grad_norm=reports[0].grad_norm,
             context_tokens_per_s=rate,
             draft_tokens_per_s=totals.draft_tokens / seconds,
-            **self._flow(seconds),
+            **self._flow(),
         )
         log.info(step_line(step, self._config.run.steps, totals, reports[0].lr, rate))
         self._since += seconds
@@ -175,13 +174,13 @@ class Reporter:
             draft_tokens=now.draft_tokens - then.draft_tokens,
         )
 
-    def _flow(self, seconds: float) -> dict[str, object]:
-        """Channel depths now, and which share of `seconds` each worker waited for input, for room, or for other drafters."""
+    def _flow(self) -> dict[str, object]:
+        """Channel depths now, and which share of the time each worker waited for input, for room, or for other drafters."""
         assert self._wiring is not None
         before, self._waits = self._waits, waits(self._wiring)
         fractions = {
-            worker: {end: round((total - before[worker][end]) / seconds, 3) for end, total in ends.items()}
-            for worker, ends in self._waits.items()
+            worker: {end: round(share, 3) for end, share in ends.items()}
+            for worker, ends in self._waits.shares_since(before).items()
         }
         depths = {channel.name: channel.statistics().depth for channel in self._wiring.channels}
         return {"channel_depths": depths, "wait_fractions": fractions}

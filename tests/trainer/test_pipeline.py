@@ -205,7 +205,7 @@ def test_a_run_tells_its_whole_story(tiny_run: Any, tmp_path: Path, caplog: pyte
     assert step["draft_tokens_per_s"] / step["context_tokens_per_s"] == pytest.approx(labels_per_token(config, 4))
     assert step["channel_depths"].keys() == {"batches-0", "features-0-0", "features-0-1"}
     assert step["wait_fractions"].keys() == {"prefetch-0", "target-0", "draft-0", "draft-1"}
-    assert all(0 <= share <= 1.01 for ends in step["wait_fractions"].values() for share in ends.values())
+    assert all(0 <= share <= 1 for ends in step["wait_fractions"].values() for share in ends.values())
     assert checkpoint["step"] == 3
     assert checkpoint["path"] == str(tmp_path / "checkpoints" / "step-3")
     last = events_of(tmp_path)[-1]

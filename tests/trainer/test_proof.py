@@ -1,13 +1,15 @@
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from trainer.channel import Channel, EndOfChannel
 from trainer.config import TrainConfig
 from trainer.graphs import DeviceClock
 from trainer.model.draft import TargetInfo, resolve_draft
-from trainer.proof import Proof, draft_flop, target_flop
+from trainer.proof import Proof, draft_flop, target_flop, waits
 from trainer.wiring import wire
 
 QWEN3_8B = TargetInfo(
@@ -76,6 +78,27 @@ def test_rates_and_fractions_count_from_the_mark():
     assert read["gpus"] == {}
     assert read["stages"]["draft-0"]["steady_step_s"] is None, "unknown is not zero"
     json.dumps(read)
+
+
+def test_nobody_waits_for_more_than_all_the_time_however_slowly_it_is_read(monkeypatch):
+    wiring = wire(config(rows=1, row_tokens=64), on_open=lambda: None)
+    statistics = Channel.statistics
+
+    def slow(channel):
+        time.sleep(0.02)
+        return statistics(channel)
+
+    channel = wiring.features[0, 1]
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(channel.receive, timeout_s=60)
+        while channel.statistics().receive_wait_s == 0:
+            time.sleep(0.001)
+        before = waits(wiring)
+        monkeypatch.setattr(Channel, "statistics", slow)
+        share = waits(wiring).shares_since(before)["draft-1"]["in"]
+        channel.close()
+    assert isinstance(waiting.exception(), EndOfChannel)
+    assert 0.1 < share <= 1
 
 
 def test_a_stage_is_busy_for_a_share_of_the_time_that_its_spans_were_counted_in():
