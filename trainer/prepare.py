@@ -295,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     defaults = Regeneration()
     group.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (%(default)s)")
-    group.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="longest answer used (%(default)s)")
+    group.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="longest answer (%(default)s)")
     group.add_argument("--rows", type=int, default=defaults.num_rows, help="answers in progress at once (%(default)s)")
     group.add_argument("--seed", type=int, default=defaults.seed, help="of sampling here (%(default)s)")
     group.add_argument("--device", default=defaults.device, help="cpu or cuda:N (%(default)s)")

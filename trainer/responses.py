@@ -71,7 +71,8 @@ def response_spans(
     if not all(bodies):
         raise Dropped("an answer is nothing but thoughts")
     limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]
-    for ending in _endings(text[len(prompts[-1]) :], bodies[-1]):
+    up_to_last = render(answers[-1] + 1)  # a question behind it would look like its end
+    for ending in _endings(up_to_last[len(prompts[-1]) :], bodies[-1]):
         closed = [body + ending for body in bodies]
         found = [text.find(closed[i], len(prompts[i]), limits[i]) for i in range(len(bodies))]
         if min(found) >= 0:

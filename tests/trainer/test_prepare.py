@@ -119,6 +119,11 @@ def test_responses_are_the_assistants_tokens_with_their_end_of_turn(
             "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n⟦hi, you<|im_end|>⟧\n"
             "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n⟦well, I⟧",
         ),
+        (
+            GLUED_END,
+            "<|im_start|>user\nhello<|im_end|><|im_start|>assistant\n⟦hi, you<|im_end|>⟧"
+            "<|im_start|>user\nhow?<|im_end|><|im_start|>assistant\n⟦well, I⟧",
+        ),
         (GENERATION, "[user]hello[assistant]⟦hi, you<|end|>⟧[user]how?[assistant]⟦well, I⟧"),
     ],
 )
