@@ -3,9 +3,9 @@
     python experiments/baseline.py RUN_FOLDER/config.json [--steps N] > baseline.jsonl
 
 SpecForge's training wrapper comes out of its wheel and is called, not copied. It does not pack, so each document of a packed
-row becomes a row of its own with its anchors; the target's features and the optimizer are ours. Prints an event a line: `step`
-every `run.log_every` steps, and `validation` every `run.validate_every`, on the same held-out batches that a run looks at. One
-thread, nothing captured: its speed says nothing.
+row becomes a row of its own with its anchors; the target's features, rounded as for a run of ours, and the optimizer are ours.
+Prints an event a line: `step` every `run.log_every` steps, and `validation` every `run.validate_every`, on the same held-out
+batches that a run looks at. One thread, no drafter compiled or captured: its speed says nothing.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def train(config: TrainConfig, loaded: Loaded, steps: int) -> Iterator[dict[str,
         for batch in (next(stream).to(device) for _ in range(num_batches)):
             if not batch.anchor_valid.any():
                 continue
-            tokens, mask, features, anchors, valid = documents_of(batch, target.context_features(batch, eager=True))
+            tokens, mask, features, anchors, valid = documents_of(batch, target.context_features(batch))
             judge._sample_anchor_positions = types.MethodType(lambda *_, given=(anchors, valid): given, judge)
             with precision, sdpa_kernel(SDPBackend.MATH):  # of blocks that see nothing, other kernels make NaN going back
                 _, _, told = judge(tokens, features, mask)
@@ -123,7 +123,7 @@ def held_out(config: TrainConfig, loaded: Loaded, judge: OnlineDFlashModel, devi
     metrics, ends = StepMetrics(loaded.spec.block_size, device), target.ends(device, loaded.spec.dtype)
     stream = batches(loaded.held_out, config)
     for batch in (next(stream).to(device) for _ in range(config.run.validate_batches)):
-        features = FeatureBatch(batch=batch, context_features=target.context_features(batch, eager=True))
+        features = FeatureBatch(batch=batch, context_features=target.context_features(batch))
         loss, weights = blocks_loss(config, model, ends, features, eager=True)
         metrics.add(loss, weights)
         metrics.measure(loss, weights, batch.anchor_valid)
