@@ -22,6 +22,7 @@ Gpus = Annotated[str | None, typer.Option("--gpus", metavar="0,1", help="GPUs by
 WaitGpu = Annotated[
     float, typer.Option("--wait-gpu", metavar="[SECONDS]", min=0, help="Wait for busy GPUs, without SECONDS for ever.")
 ]
+Force = Annotated[bool, typer.Option("--force", help="Use GPUs that are busy, held or unknown; says which.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show the log until the run ends.")]
 Retries = Annotated[
     int,

@@ -162,9 +162,10 @@ class Context:
 
     def measure(self, session: "HostSession", loaded: "Experiment", options: "Options", key: str) -> tuple[str, dict[str, Any]]:
         """Run a program that is no training to its end; its run's name, and the document with `key` that it has left."""
-        from dflashctl import programs, watch
+        from dflashctl import programs, render, watch
 
         started = self.launch(session, loaded, replace(options, resume=None, startup_seconds=0))
+        render.doubts(self.out, started)
         self.out.note(f"{started.run} is under way; its log is {started.log}")
         watch.follow(session, started.record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
         return started.run, programs.result(session, started.record, key)

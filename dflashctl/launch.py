@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from dflashctl import placement
@@ -26,7 +27,7 @@ from dflashctl.experiment import Experiment
 from dflashctl.gpus import Gpu, GpuReport
 from dflashctl.programs import LOG_LINES, TRAINER, Program
 from dflashctl.runs import History, RunRecord, who
-from dflashctl.session import HostSession
+from dflashctl.session import HostSession, patiently
 from dflashctl.watch import RECONNECT_S, query_gpus
 
 _LAUNCH_MARGIN_S = 60.0
@@ -177,9 +178,19 @@ def _start(
     deadline = time.monotonic() + options.wait_gpu_s
     lost: set[str] = set()
     patience_s = RECONNECT_S if options.wait_gpu_s else 0.0
+    away = partial(report, "waiting")
     unknown_since: float | None = None
+
+    def wait(error: DflashctlError, seconds: float) -> None:
+        report("waiting", error)
+        if dead := options.retries:  # nobody waits hours for GPUs that it may not have then
+            request = {"root": session.host.root, "run": dead.run, "launch_id": dead.launch_id}
+            patiently(session, partial(session.call, "runs", "check_retry", request), patience_s, away)
+        time.sleep(seconds)
+
     while True:
-        found = _query(session, patience_s) if needed else GpuReport()
+        # looking changes nothing, and who waits does not give up at the first lost link
+        found = patiently(session, lambda: query_gpus(session), patience_s, away) if needed else GpuReport()
         try:
             chosen = placement.choose(found, session.host, wanted, needed, options.force)
             report("gpus", chosen)
@@ -191,8 +202,7 @@ def _start(
             unknown_since = unknown_since or time.monotonic()
             if time.monotonic() - unknown_since >= patience_s:
                 raise
-            report("waiting", error)
-            time.sleep(WAIT_S)
+            wait(error, WAIT_S)
         except GpuBusyError as error:
             unknown_since = None
             taken = set(error.details.get("taken", ()))  # type: ignore[call-overload]
@@ -202,21 +212,7 @@ def _start(
             left = deadline - time.monotonic()
             if left <= 0:
                 raise
-            report("waiting", error)
-            time.sleep(min(WAIT_S, left))
-
-
-def _query(session: HostSession, patience_s: float) -> GpuReport:
-    """The host's GPUs. Who waits does not give up at the first lost link: looking changes nothing."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return query_gpus(session)
-        except (HostError, RemoteTimeoutError):
-            if time.monotonic() >= deadline:
-                raise
-            session.reconnect()
-            time.sleep(1)
+            wait(error, min(WAIT_S, left))
 
 
 def _send(

@@ -251,19 +251,26 @@ def launching(out: Renderer) -> Callable[[str, Any], None]:
             out.note("GPUs " + ", ".join(f"{gpu.index} ({gpu.name})" for gpu in value))
         elif what == "doubt":
             out.note(f"warning: who else is at them is not known: {value}")
-        elif what == "waiting" and str(value) != waiting:
-            waiting = str(value)
-            out.note(f"waiting: {waiting}")
+        elif (
+            what == "waiting" and (gist := re.sub(r"\d+ (MiB|%)", "", str(value))) != waiting
+        ):  # numbers change with every look
+            waiting = gist
+            out.note(f"waiting: {value}")
 
     return report
 
 
-def launched(out: Renderer, done: "Launched") -> None:
-    """A run that is under way, and what to type next."""
+def doubts(out: Renderer, done: "Launched") -> None:
+    """What speaks against a run that has been started all the same."""
     if done.warning:
         out.note(f"warning: {done.warning}")
     for sentence in done.overridden:
         out.note(f"warning: --force overrides that {sentence}")
+
+
+def launched(out: Renderer, done: "Launched") -> None:
+    """A run that is under way, and what to type next."""
+    doubts(out, done)
     if done.cleared_cache:
         out.note(f"emptied {done.cleared_cache}")
     if done.exit_code == 0:

@@ -6,12 +6,11 @@ left alone: the trainer ends itself then. A host or container that is away is wa
 launch is never sent twice.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from dflashctl.errors import (
     ContainerError,
@@ -26,18 +25,15 @@ from dflashctl.errors import (
 )
 from dflashctl.launch import Launched, Options
 from dflashctl.runs import History, RunRecord
-from dflashctl.session import HostSession
+from dflashctl.session import HostSession, patiently
 from dflashctl.stop import stop
 from dflashctl.watch import look
 from trainer.errors import ConfigError, NonFiniteError
-
-T = TypeVar("T")
 
 PATIENCE_S = 900.0
 """How long a host that is away, or a container that is stopped, is waited for."""
 FREED_S = 120.0
 """How long the GPUs of the dead run are waited for."""
-_AGAIN_S = 5.0
 _GRACE_S = 20.0
 _HOPELESS = {
     2: "a wrong call",
@@ -87,7 +83,7 @@ def stay(
                 return chain.tries
             hopeless = _hopeless(document, len(chain.tries), most)
             if not hopeless:
-                own = _patiently(session, partial(_settled, session, history, record), ways.note)
+                own = patiently(session, partial(_settled, session, history, record), PATIENCE_S, ways.note)
                 options = _again(options, record, own)
                 barren = 0 if own else barren + 1
                 hopeless = "the last two runs have written no new checkpoint" if barren > 1 else None
@@ -110,26 +106,10 @@ def _one(
         if not chain.tries:
             raise death
         ways.note(str(death))
-        state = _patiently(session, lambda: look(session, record, history, None).state, ways.note)
+        state = patiently(session, lambda: look(session, record, history, None).state, PATIENCE_S, ways.note)
         return record, {**death.details, **state, "resumes": record.resumes}
     ways.show(started)
     return record, {**started.document(), **ways.follow(record), "resumes": record.resumes}
-
-
-def _patiently(session: HostSession, ask: Callable[[], T], note: Callable[[str], None]) -> T:
-    """What `ask` answers, asked again while the host or its container is away, for PATIENCE_S at most."""
-    deadline = None
-    while True:
-        try:
-            return ask()
-        except (HostError, ContainerError, RemoteTimeoutError) as error:
-            if deadline is None:
-                deadline = time.monotonic() + PATIENCE_S
-                note(f"{error}; trying for {PATIENCE_S / 60:.0f} minutes to reach it")
-            if time.monotonic() > deadline:
-                raise
-            session.reconnect()
-            time.sleep(_AGAIN_S)
 
 
 def _settled(session: HostSession, history: History, record: RunRecord) -> str | None:

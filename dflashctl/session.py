@@ -10,8 +10,10 @@ import functools
 import json
 import secrets
 import shlex
+import time
+from collections.abc import Callable
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from dflashctl import errors
 from dflashctl.container import Gateway
@@ -19,9 +21,12 @@ from dflashctl.errors import BrokenAnswerError, ContainerError, DflashctlError, 
 from dflashctl.hosts import Host
 from dflashctl.remote import Completed, LocalRemote, Remote
 
+T = TypeVar("T")
+
 MINIMUM_PYTHON = "3.11"
 CALL_S = 60.0
 _MARGIN_S = 10.0
+_AGAIN_S = 1.0
 _OPENING = b"dflashctl-ready\n"
 _READ_SCRIPT = 'echo dflashctl-ready; IFS= read -r n && eval "$(head -c "$n")"'
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -147,6 +152,27 @@ class HostSession:
         fault = answer["fault"]
         kind = _ERRORS.get(fault["code"], EnvironmentFault)
         raise kind(f"host {self.host.name}: {fault['message']}", hint=fault["hint"], details=fault.get("details"))
+
+
+def patiently(session: HostSession, ask: Callable[[], T], patience_s: float, note: Callable[[str], None] | None = None) -> T:
+    """What `ask` answers, asked again over a new connection while the host or its container is away, for `patience_s` at most.
+
+    Only for what may be done twice. `note` is told once of an absence that is waited for. Raises the last HostError,
+    ContainerError or RemoteTimeoutError.
+    """
+    deadline = None
+    while True:
+        try:
+            return ask()
+        except (HostError, ContainerError, RemoteTimeoutError) as error:
+            if deadline is None:
+                deadline = time.monotonic() + patience_s
+                if note and patience_s > 0:
+                    note(f"{error}; connecting again, for {patience_s / 60:.0f} minutes at most")
+            if time.monotonic() >= deadline:
+                raise
+            session.reconnect()
+            time.sleep(_AGAIN_S)
 
 
 def open_session(host: Host) -> HostSession:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dflashctl.arguments import EnvFile, File, Follow, Gpus, HostName, Json, Retries, Sets, WaitGpu
+from dflashctl.arguments import EnvFile, File, Follow, Force, Gpus, HostName, Json, Retries, Sets, WaitGpu
 from dflashctl.context import make_context
 from dflashctl.errors import ConfigurationError, ExitCode, SmokeRefusal, UsageError
 
@@ -30,7 +30,7 @@ def launch(
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Empty the host's default inductor cache.")] = False,
     smoke_first: Annotated[bool, typer.Option("--smoke", help="Only if a smoke run says go.")] = False,
     wait_gpu: WaitGpu = 0.0,
-    force: Annotated[bool, typer.Option("--force", help="Use GPUs that are busy, held or unknown; says which.")] = False,
+    force: Force = False,
     startup_seconds: Annotated[float, typer.Option(min=0, max=3600, help="How long to watch the start.")] = 5.0,
     as_json: Json = False,
 ) -> None:
@@ -105,6 +105,8 @@ def smoke(
     gpus: Gpus = None,
     sets: Sets = None,
     env_file: EnvFile = None,
+    wait_gpu: WaitGpu = 0.0,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Try a few steps of experiment TAG at its real size on its real devices: go (0) or no-go (1), and why.
@@ -118,10 +120,14 @@ def smoke(
     ctx = make_context(as_json)
     loaded, place = ctx.experiment(tag, experiment, sets, host)
     options = verbs.Options(
-        gpus=placement.parse_gpus(gpus) if gpus is not None else None, secrets=read_env_file(env_file) if env_file else {}
+        program=programs.SMOKE,
+        gpus=placement.parse_gpus(gpus) if gpus is not None else None,
+        secrets=read_env_file(env_file) if env_file else {},
+        wait_gpu_s=wait_gpu,
+        force=force,
     )
     with ctx.session(place) as session:
-        run, found = ctx.measure(session, loaded, replace(options, program=programs.SMOKE), "go")
+        run, found = ctx.measure(session, loaded, options, "go")
     if as_json:
         ctx.out.document({"run": run, "host": place.name, **found})
     else:
@@ -138,6 +144,7 @@ def prepare(
     env_file: EnvFile = None,
     follow: Follow = False,
     wait_gpu: WaitGpu = 0.0,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Make the data of EXPERIMENT from chats, on its host, as a run of its own; killed, the same again goes on.
@@ -160,6 +167,7 @@ def prepare(
             gpus=wanted,
             secrets=read_env_file(env_file) if env_file else {},
             wait_gpu_s=wait_gpu,
+            force=force,
         )
         raise typer.Exit(ctx.leave_or_follow(session, ctx.start(session, loaded, options), follow))
 
@@ -174,6 +182,8 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     gpus: Annotated[str | None, typer.Option(metavar="0", help="The GPU by nvidia-smi's index.")] = None,
+    wait_gpu: WaitGpu = 0.0,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Measure what RUN's newest checkpoint is worth: acceptance length and speed of lossless speculative decoding.
@@ -194,7 +204,9 @@ def evaluate(
     ]
     with ctx.session(host) as session:
         loaded, program = programs.evaluation(session, record, prompts, more)
-        options = verbs.Options(program=program, gpus=placement.parse_gpus(gpus) if gpus is not None else None)
+        options = verbs.Options(
+            program=program, gpus=placement.parse_gpus(gpus) if gpus is not None else None, wait_gpu_s=wait_gpu, force=force
+        )
         name, found = ctx.measure(session, loaded, options, "acceptance_length")
     if as_json:
         ctx.out.document({"run": name, "host": host.name, "of": record.run, **found})

@@ -8,15 +8,15 @@ import base64
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dflashctl.errors import ConfigurationError, EnvironmentFault, HostError, RemoteTimeoutError
+from dflashctl.errors import ConfigurationError, EnvironmentFault
 from dflashctl.runs import RunRecord
-from dflashctl.session import HostSession
+from dflashctl.session import HostSession, patiently
 from dflashctl.watch import RECONNECT_S
 
 PUSH_BYTES = 32 << 20
@@ -122,16 +122,8 @@ def pull(session: HostSession, record: RunRecord, path: str, into: Path, tell: T
 
 def _patiently(session: HostSession, verb: str, args: dict[str, Any], timeout_s: float, payload: bytes = b"") -> Any:
     """A call that may be made twice: when the link breaks it is opened again, until the host stays away."""
-    deadline = None
-    while True:
-        try:
-            return session.call("transfer", verb, args, payload, timeout_s=timeout_s)
-        except (HostError, RemoteTimeoutError):
-            deadline = deadline or time.monotonic() + RECONNECT_S
-            if session.round_trips < 2 or time.monotonic() > deadline:  # a host that never answered is not a lost link
-                raise
-            session.reconnect()
-            time.sleep(1)
+    call = partial(session.call, "transfer", verb, args, payload, timeout_s=timeout_s)
+    return patiently(session, call, RECONNECT_S if session.round_trips else 0)  # a host that never answered is not a lost link
 
 
 def _local_files(source: Path) -> Iterator[dict[str, Any]]:

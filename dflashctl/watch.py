@@ -13,11 +13,10 @@ from typing import Any
 from dflashctl.errors import ContainerError, ContainerStoppedError, DflashctlError, ExitCode, HostError, RemoteTimeoutError
 from dflashctl.gpus import GpuReport, joined, judge
 from dflashctl.runs import History, RunRecord
-from dflashctl.session import HostSession
+from dflashctl.session import HostSession, patiently
 from dflashctl.smi import parse_query, query_script
 
 RECONNECT_S = 120.0
-_RETRY_S = 1.0
 _WAIT_S = 10.0
 _PAUSE_S = 0.3
 _GPU_QUERY_S = 90.0
@@ -100,23 +99,14 @@ def _look_again(
     note: Callable[[str], None],
     patience_s: float,
 ) -> Chunk:
-    deadline = None
-    while True:
+    def ask() -> Chunk:
         try:
             return look(session, record, history, place, lines, _WAIT_S)
         except ContainerStoppedError as error:
             note(str(error))
             return Chunk(_lost(record, history, error), b"", place or BEGIN, "", 0, restarted=False)
-        except (HostError, ContainerError, RemoteTimeoutError) as error:
-            if place is None:  # a host that never answered is not a lost link
-                raise
-            if deadline is None:
-                deadline = time.monotonic() + patience_s
-                note(f"{error}; connecting again")
-            if time.monotonic() > deadline:
-                raise
-            session.reconnect()
-            time.sleep(_RETRY_S)
+
+    return patiently(session, ask, 0 if place is None else patience_s, note)  # a host that never answered is not a lost link
 
 
 def show(

@@ -88,6 +88,14 @@ def _refuse_retry(layout: Layout, dead: RunFolder) -> None:
             raise Fault("retry_refused", f"{other.run} goes on from {dead.run} already", f"dflashctl tail {other.run}")
 
 
+def check_retry(args: dict[str, Any]) -> dict[str, Any]:
+    """Raise the Fault that `launch` would for a retry of a run (`root`, `run`, `launch_id`)."""
+    layout = Layout(args["root"])
+    with layout.lock():
+        _refuse_retry(layout, layout.find_run(args["run"], args["launch_id"]))
+    return {}
+
+
 def _required_checkpoint(layout: Layout, folder: RunFolder) -> str:
     newest = _newest_checkpoint(layout, folder)
     if newest is None:
@@ -258,4 +266,5 @@ VERBS = {
     "trained": trained,
     "checkpoint": checkpoint,
     "check_preparation": check_preparation,
+    "check_retry": check_retry,
 }

@@ -29,6 +29,12 @@ def cuda(bench):
     return bench
 
 
+def holding(bench, mib: int) -> None:
+    """What GPU 0's memory reads from now on; never nothing, for somebody may be looking."""
+    (bench.folder / "memory.new").write_text(str(mib))
+    (bench.folder / "memory.new").replace(bench.folder / "memory")
+
+
 def gpu_of(bench, index: int) -> dict:
     return bench("gpus", "--json").document["hosts"][0]["gpus"][index]
 
@@ -107,15 +113,55 @@ def test_wait_gpu_starts_when_the_gpu_is_free(cuda) -> None:
 
 
 def test_wait_gpu_ends_after_its_seconds(cuda) -> None:
-    (cuda.folder / "memory").write_text("9000")
+    holding(cuda, 9000)
     begun = time.monotonic()
     done = cuda(*GO, "--gpus", "0", "--wait-gpu", "2")
     assert (done.exit_code, time.monotonic() - begun >= 2) == (6, True)
     assert "9000 MiB" in done.document["error"]["message"]
 
 
+def test_a_wait_is_said_once_though_numbers_change(cuda) -> None:
+    looks = cuda.folder / "looks"
+    cuda.nvidia_smi(f"cd '{cuda.folder}'\necho >> looks\n{TWO_IDLE}")
+    holding(cuda, 9000)
+    waiting = cuda.start(*GO, "--gpus", "0", "--wait-gpu")
+    assert waiting.stderr
+    assert any(b"9000 MiB" in line for line in iter(waiting.stderr.readline, b""))
+    holding(cuda, 9500)
+    enough = looks.stat().st_size + 12  # more than the calls of one query that has begun, and of a whole one
+    cuda.until(lambda: looks.stat().st_size > enough, seconds=120)
+    holding(cuda, 0)
+    stdout, stderr = waiting.communicate(timeout=60)
+    assert (waiting.returncode, json.loads(stdout)["run"]) == (0, "cuda-1")
+    assert b"waiting: " not in stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("eval", "cuda-1"), ("smoke", "--tag", "cuda"), ("prepare", "cuda")], ids=lambda words: words[0]
+)
+def test_whatever_starts_a_run_waits_for_gpus_or_takes_them(cuda, words: tuple[str, ...]) -> None:
+    kind = words[0]
+    path = cuda.experiment("cuda", "cuda:0")
+    path.write_text(path.read_text() + "  prepare: {input: [chats.jsonl], regenerate: true}\n")
+    (cuda.root / "chats.jsonl").touch()
+    cuda.trainer("import os; os.makedirs('checkpoints/step-1'); os.symlink('step-1', 'checkpoints/latest')")
+    length = {"mean": 1.5, "interval_95": [1, 2], "tokens": 3, "verifications": 2, "prompts": 1}
+    answer = {"go": True, "reasons": [], "acceptance_length": length}
+    for name in ("evaluate", "smoke", "prepare"):
+        cuda.trainer(f"import json; print(json.dumps({answer!r}))", f"{name}.py")
+    assert cuda("launch", "--tag", "cuda", "--startup-seconds", "30").exit_code == 0
+    holding(cuda, 9000)
+    refused = cuda(*words, "--gpus", "0", "--wait-gpu", "1", "--json")
+    assert (refused.exit_code, "9000 MiB" in refused.document["error"]["message"]) == (6, True)
+    forced = cuda(*words, "--gpus", "0", "--force", "--json")
+    assert forced.exit_code == 0, forced.stderr
+    assert forced.document["run"] == f"cuda-{kind}-1"
+    if kind != "prepare":  # which says so in its document, as launch does
+        assert "--force overrides that GPU 0 is busy: 9000 MiB held by" in forced.stderr
+
+
 def test_ctrl_c_while_waiting_starts_nothing(cuda) -> None:
-    (cuda.folder / "memory").write_text("9000")
+    holding(cuda, 9000)
     waiting = cuda.start(*GO, "--gpus", "0", "--wait-gpu")
     assert waiting.stderr
     assert any(b"waiting: " in line for line in iter(waiting.stderr.readline, b""))
@@ -124,11 +170,6 @@ def test_ctrl_c_while_waiting_starts_nothing(cuda) -> None:
     assert waiting.returncode == 130
     assert "nothing was started" in json.loads(stdout)["error"]["message"]
     assert not (cuda.root / "runs").exists()
-
-
-def holding(bench, mib: int) -> None:
-    """What GPU 0's memory reads from now on."""
-    (bench.folder / "memory").write_text(str(mib))
 
 
 def test_memory_that_is_not_given_back_is_no_success(cuda) -> None:
@@ -160,7 +201,7 @@ def test_a_look_that_fails_after_a_stop_is_said(cuda) -> None:
 
 
 def test_force_says_what_it_overrides(cuda) -> None:
-    (cuda.folder / "memory").write_text("9000")
+    holding(cuda, 9000)
     done = cuda(*GO, "--gpus", "0", "--force")
     assert done.exit_code == 0
     (sentence,) = done.document["overridden"]

@@ -228,14 +228,15 @@ def test_one_look_at_the_gpus_that_fails_ends_nothing(cuda) -> None:
 
 
 def test_to_stop_a_dead_run_ends_its_retries(cuda) -> None:
+    """At once, while its GPUs are still busy."""
     process = cuda.start(*RETRY)
     read_until(process, b"waiting: ")
     assert cuda("stop", "cuda-1").stdout == "local:cuda-1 had already ended: killed by signal 9\n"
-    cuda.used.write_text("0")
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert b"local:cuda-1 is not tried again: host local: cuda-1 was stopped by " in stderr
     assert not cuda.run_folder("cuda-2").exists()
+    cuda.used.write_text("0")
     by_hand = cuda("launch", "--resume", "cuda-1", "--gpus", "0", "--startup-seconds", "30")
     assert by_hand.exit_code == 0, by_hand.stderr
 
@@ -244,7 +245,6 @@ def test_two_do_not_go_on_from_one_run(cuda) -> None:
     process = cuda.start(*RETRY)
     read_until(process, b"waiting: ")
     assert cuda("launch", "--resume", "cuda-1", "--gpus", "1", "--startup-seconds", "30").exit_code == 0
-    cuda.used.write_text("0")
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert b"local:cuda-1 is not tried again: host local: cuda-2 goes on from cuda-1 already\n" in stderr

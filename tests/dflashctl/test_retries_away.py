@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflashctl import retries, watch
+from dflashctl import retries, session, watch
 from dflashctl.errors import (
     ContainerError,
     ContainerStoppedError,
@@ -64,8 +64,7 @@ class Host:
 
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> History:
-    monkeypatch.setattr(retries, "_AGAIN_S", 0)
-    monkeypatch.setattr(watch, "_RETRY_S", 0)
+    monkeypatch.setattr(session, "_AGAIN_S", 0)
     return History(tmp_path, {"far": "p"})
 
 
@@ -79,7 +78,10 @@ def test_who_is_away_after_a_death_is_waited_for(history: History, error: Dflash
         ("quick-2", "exited", "quick-1"),
     ]
     assert [options.retries and options.retries.run for options in host.started] == [None, "quick-1"]
-    assert host.notes == [f"{error}; trying for 15 minutes to reach it", "retry 1 of 3: from runs/quick-1/checkpoints/step-10"]
+    assert host.notes == [
+        f"{error}; connecting again, for 15 minutes at most",
+        "retry 1 of 3: from runs/quick-1/checkpoints/step-10",
+    ]
 
 
 @pytest.mark.parametrize("error", AWAY, ids=str)
