@@ -17,7 +17,7 @@ import typer
 from dflashctl import starting
 from dflashctl.arguments import All, File, HostName, HostNames, HostOptions, Json, Run, Sets
 from dflashctl.context import make_context
-from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, StdoutClosed, UsageError
+from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, StdoutClosed, UsageError, fault
 
 app = typer.Typer(
     add_completion=True,
@@ -277,6 +277,8 @@ def show(
     ctx = make_context(as_json)
     loaded = ctx.load(tag, experiment, sets)
     name, source = ctx.host_name(host, loaded.host)
+    if host:
+        ctx.hosts.get(host)
     rows = describe(loaded)
     if as_json:
         values = [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]
@@ -313,8 +315,7 @@ def _run(args: list[str]) -> int:
     except Exception as error:
         if os.environ.get("DFLASHCTL_DEBUG"):
             raise
-        sentence = f"{type(error).__name__}: {error}"
-        return _failed(as_json, DflashctlError(sentence, hint="a fault of dflashctl; DFLASHCTL_DEBUG=1 shows where"))
+        return _failed(as_json, fault(error))
     if code == ExitCode.INTERRUPTED:  # typer has turned Ctrl-C into its code
         return _failed(as_json, InterruptedByUser("interrupted"))
     return int(code or 0)
@@ -339,6 +340,6 @@ def _usage(error: Any) -> UsageError:
 def _failed(as_json: bool, error: DflashctlError) -> int:
     from dflashctl.render import Renderer
 
-    with suppress(StdoutClosed, OSError, ValueError):
+    with suppress(StdoutClosed, DflashctlError, OSError, ValueError):
         Renderer(as_json).failure(error)
     return error.exit_code

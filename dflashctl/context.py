@@ -97,13 +97,14 @@ class Context:
         from dflashctl.fanout import side_by_side
 
         errors, worst = [], int(ExitCode.OK)
+        before = self.history.newest()
         for outcome in side_by_side(places, watch.list_runs):
             if outcome.error:
                 worst = max(worst, outcome.error.exit_code)
                 errors.append({"host": outcome.host.name, "message": str(outcome.error)})
                 self.out.note(f"warning: {outcome.host.name}: {outcome.error}")
             else:
-                self.history.merge(outcome.host.name, outcome.value or [])
+                self.history.merge(outcome.host.name, outcome.value or [], before)
         return errors, worst
 
     def survey(self, places: "list[Host]") -> Iterator[tuple[dict[str, Any], int]]:
@@ -128,8 +129,9 @@ class Context:
             host = (run or "").partition(":")[0]
             if ":" not in (run or "") or host not in self.hosts.hosts:
                 raise
+            before = self.history.newest()
             with self.session(self.hosts.hosts[host]) as session:
-                self.history.merge(host, watch.list_runs(session))
+                self.history.merge(host, watch.list_runs(session), before)
             record = self.history.find(run)
         self.warn_of_torn_lines()
         return self.hosts.get(record.host), record
@@ -167,7 +169,10 @@ class Context:
         started = self.launch(session, loaded, replace(options, resume=None, startup_seconds=0))
         render.doubts(self.out, started)
         self.out.note(f"{started.run} is under way; its log is {started.log}")
-        watch.follow(session, started.record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
+        try:
+            watch.follow(session, started.record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
+        except KeyboardInterrupt:
+            raise self._goes_on(started.record) from None
         return started.run, programs.result(session, started.record, key)
 
     def launch(self, session: "HostSession", loaded: "Experiment", options: "Options") -> "Launched":
@@ -233,11 +238,16 @@ class Context:
         try:
             state = watch.follow(session, record, self.history, log.feed, self.out.note, place, lines, patience_s)
         except KeyboardInterrupt:
-            hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
-            raise InterruptedByUser(f"{record.name} goes on", hint=hint) from None
+            raise self._goes_on(record) from None
         log.end()
         self.out.note(f"{record.name} {render.describe(state)}")
         return {"host": record.host, "tag": record.tag, **state}
+
+    @staticmethod
+    def _goes_on(record: "RunRecord") -> InterruptedByUser:
+        """Ctrl-C leaves a run alone."""
+        hint = f"dflashctl tail {record.run} shows it again, dflashctl stop {record.run} ends it"
+        return InterruptedByUser(f"{record.name} goes on", hint=hint)
 
     def load(self, tag: str, file: Path | None, sets: list[str] | None) -> "Experiment":
         """The experiment in `file`, else in the nearest folder `experiments`, here or above."""
@@ -248,10 +258,12 @@ class Context:
         nearest = next((f for p in (here, *here.parents) if (f := p / "experiments").is_dir()), beside / "experiments")
         return load_experiment(check_tag(tag), file or nearest, sets or [])
 
-    def experiment(self, tag: str, file: Path | None, sets: list[str] | None, flag: str | None) -> "tuple[Experiment, Host]":
-        """An experiment and the host that it goes to, which is said first."""
+    def experiment(
+        self, tag: str, file: Path | None, sets: list[str] | None, flag: str | None, parent: "RunRecord | None" = None
+    ) -> "tuple[Experiment, Host]":
+        """An experiment and the host that it goes to, which is said first; that of `parent` where it goes on from one."""
         loaded = self.load(tag, file, sets)
-        place, source = self.host(flag, loaded.host)
+        place, source = (self.hosts.get(parent.host), f"{parent.run}'s") if parent else self.host(flag, loaded.host)
         self.out.note(f"host {place.name} ({source})")
         return loaded, place
 

@@ -154,3 +154,8 @@ class StdoutClosed(Exception):
         """Keep what the command ends with."""
         super().__init__()
         self.exit_code = exit_code
+
+
+def fault(error: BaseException) -> DflashctlError:
+    """What nobody has foreseen, as a sentence."""
+    return DflashctlError(f"{type(error).__name__}: {error}", hint="a fault of dflashctl; DFLASHCTL_DEBUG=1 shows where")

@@ -163,7 +163,7 @@ def _read(path: Path, missing: str) -> _File:
 
 
 def _where(path: Path) -> str:
-    return str(Path(path.parent.name) / path.name)
+    return str(Path(path.parent.name) / path.name) if path.parent.name else str(path)
 
 
 def _parent(where: str, value: str | None) -> str | None:

@@ -94,7 +94,7 @@ def load_hosts(environ: Mapping[str, str], cwd: Path) -> Hosts:
     if given := environ.get("DFLASHCTL_HOSTS"):
         return parse_hosts(cwd / given, cwd)
     for folder in (cwd, *cwd.parents):
-        if (folder / FILE_NAME).is_file():
+        if os.path.lexists(folder / FILE_NAME):
             return parse_hosts(folder / FILE_NAME, cwd)
     local = Host(name="local", transport="local", root=str(cwd / ".dflash"), python=sys.executable)
     return Hosts(path=None, default="local", hosts={"local": local})
@@ -190,6 +190,8 @@ def _root(where: str, value: object, folder: Path | None) -> str:
     plain = os.path.normpath(path)
     if not path.is_absolute() or plain == "/" or text == "~" or "\n" in text:
         raise ConfigurationError(f"{where} must be an absolute path other than /, got {strict_yaml.shown(text)}")
+    if ":" in plain:  # PYTHONPATH would be split at it, and other code run than was deployed
+        raise ConfigurationError(f"{where} must be a path without ':', got {strict_yaml.shown(plain)}")
     return plain
 
 

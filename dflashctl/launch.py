@@ -175,6 +175,11 @@ def _start(
     """
     wanted = options.gpus if options.gpus is not None else experiment.gpus
     needed = experiment.config.num_gpus if options.program.num_gpus is None else options.program.num_gpus
+    if options.gpus is not None and not needed:
+        raise ConfigurationError(
+            f"--gpus must be left out where nothing runs on a GPU, got {','.join(map(str, options.gpus))}",
+            hint="trainer.pipeline names the devices of an experiment",
+        )
     deadline = time.monotonic() + options.wait_gpu_s
     lost: set[str] = set()
     patience_s = RECONNECT_S if options.wait_gpu_s else 0.0

@@ -3,13 +3,14 @@
 A module of its own because `dflashctl.launch` starts them all alike.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from dflashctl.errors import ConfigurationError, EnvironmentFault
-from dflashctl.experiment import Experiment
+from dflashctl.experiment import SET, Experiment
 from dflashctl.runs import RunRecord
 from dflashctl.session import HostSession
 from trainer.config import TrainConfig
@@ -67,6 +68,17 @@ def result(session: HostSession, record: RunRecord, key: str) -> dict[str, Any]:
         text = "\n".join(answer["lines"]) or "(the log is empty)"
         raise EnvironmentFault(f"{record.name} ended without a result; its log ends:\n{text}", details={"run": record.run})
     return found
+
+
+def overrides(session: HostSession, record: RunRecord) -> list[str]:
+    """What `--set` gave a run, as SECTION.KEY=VALUE: who resumes it means the same settings. Raises EnvironmentFault."""
+    request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id}
+    found = session.call("runs", "settings", request)
+    try:
+        given = [key.split(".") for key, origin in found["origins"].items() if origin == SET]
+        return [f"{section}.{key}={json.dumps(found['config'][section][key])}" for section, key in given]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise EnvironmentFault(f"{record.name}: its run.json and config.json are not those of one run") from None
 
 
 def evaluation(session: HostSession, record: RunRecord, prompts: str | None, more: Sequence[str]) -> tuple[Experiment, Program]:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dflashctl.errors import DflashctlError, EnvironmentFault, InterruptedByUser, StdoutClosed
@@ -68,10 +68,11 @@ class Renderer:
         return other
 
     def note(self, text: str) -> None:
-        """Progress, a warning or a hint, on stderr."""
-        if sys.stderr:
-            sys.stderr.write(printable(text) + "\n")
-            sys.stderr.flush()
+        """Progress, a warning or a hint, on stderr; where nobody reads it any more, that decides nothing."""
+        with suppress(OSError, ValueError):
+            if sys.stderr:
+                sys.stderr.write(printable(text) + "\n")
+                sys.stderr.flush()
 
     def document(self, content: dict[str, Any]) -> None:
         """A JSON document, on one line, for `tail --json` writes several."""
@@ -350,15 +351,19 @@ def _far(progress: dict[str, Any]) -> str:
 
 def stopped(state: dict[str, Any]) -> str:
     """What became of a run that was to be stopped."""
-    memory = f"; {state['memory']}" if state.get("memory") else ""
     left = f"; {state['leftovers']} processes that it had left behind were ended" if state.get("leftovers") else ""
-    return f"{state['host']}:{state['run']} {'had already ended: ' if state['already'] else ''}{describe(state)}{left}{memory}"
+    already = "had already ended: " if state["already"] else ""
+    return f"{state['host']}:{state['run']} {already}{describe(state)}{left}{_reservations(state)}"
+
+
+def _reservations(state: dict[str, Any]) -> str:
+    return "".join(f"; {state[name]}" for name in ("memory", "warning") if state.get(name))
 
 
 def stopped_each(out: Renderer, states: Sequence[dict[str, Any]]) -> None:
     """The runs of one host that were stopped."""
     for state in states:
-        out.line(f"{state['run']} {describe(state)}" + (f"; {state['memory']}" if state.get("memory") else ""))
+        out.line(f"{state['run']} {describe(state)}{_reservations(state)}")
     if not states:
         out.line("no run of yours is living")
 

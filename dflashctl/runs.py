@@ -48,18 +48,23 @@ def record_of(entry: Mapping[str, Any], host: str, place: str) -> RunRecord:
     """One launch as its host tells of it; `entry` is {record, state}."""
     record, state = entry["record"], entry["state"]
     return RunRecord(
-        launch_id=str(record.get("launch_id")),
+        launch_id=str(record.get("launch_id") or ""),
         host=host,
         place=place,
         tag=str(record.get("tag")),
-        created_at=str(record.get("launched_at")),
+        created_at=_text(record.get("launched_at")) or state.get("started_at") or "",
         run=str(record.get("run")),
-        release=record.get("release"),
-        hypothesis=record.get("hypothesis"),
-        resumes=record.get("resumes"),
+        release=_text(record.get("release")),
+        hypothesis=_text(record.get("hypothesis")),
+        resumes=_text(record.get("resumes")),
         state=state["state"],
         exit_code=state["exit_code"],
     )
+
+
+def _text(value: object) -> str | None:
+    """What a host calls a text, which may be anything where somebody has edited run.json."""
+    return value if isinstance(value, str) else None
 
 
 def state_directory(environ: Mapping[str, str]) -> Path:
@@ -151,16 +156,27 @@ class History:
             elif old.run:
                 self._add(file, new)
 
-    def merge(self, host: str, found: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what a host says of its runs: `found` is [{record, state}]; lines are added only for what changed."""
-        known = {record.launch_id: record for record in self.records()}
+    def newest(self) -> dict[str, RunRecord]:
+        """The newest line of every launch id: for `merge`, to be read before a host is asked."""
+        self.records()
+        return dict(self._newest)
+
+    def merge(self, host: str, found: Sequence[Mapping[str, Any]], before: Mapping[str, RunRecord]) -> None:
+        """Take in what a host says of its runs: `found` is [{record, state}]; lines are added only for what changed.
+
+        What has been written of a run since `before` is newer than the answer and stays. What a run.json that was damaged does
+        not tell any more stays known, and a folder that does not tell its launch is no run.
+        """
         for entry in found:
-            old = known.get(str(entry["record"].get("launch_id")))
             new = record_of(entry, host, self._places[host])
+            old = before.get(new.launch_id)
             if old:
-                new = replace(new, created_at=old.created_at)
-            if new != old:
-                self.append(new)
+                kept = {name: getattr(new, name) or getattr(old, name) for name in ("release", "hypothesis", "resumes")}
+                new = replace(new, created_at=old.created_at, **kept)
+            if new.launch_id and new != old:
+                with self._locked() as file:
+                    if _newest_line(file, new.launch_id) == old:
+                        self._add(file, new)
 
     def _newest_of_each_name(self) -> list[RunRecord]:
         """A run folder that was deleted gives its name to nobody, but a deleted root does: the newest launch has it."""

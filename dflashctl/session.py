@@ -158,13 +158,18 @@ def patiently(session: HostSession, ask: Callable[[], T], patience_s: float, not
     """What `ask` answers, asked again over a new connection while the host or its container is away, for `patience_s` at most.
 
     Only for what may be done twice. `note` is told once of an absence that is waited for. Raises the last HostError,
-    ContainerError or RemoteTimeoutError.
+    ContainerError, RemoteTimeoutError or BrokenAnswerError.
     """
     deadline = None
     while True:
         try:
             return ask()
-        except (HostError, ContainerError, RemoteTimeoutError) as error:
+        except (
+            HostError,
+            ContainerError,
+            RemoteTimeoutError,
+            BrokenAnswerError,
+        ) as error:  # the last: one that was killed there
             if deadline is None:
                 deadline = time.monotonic() + patience_s
                 if note and patience_s > 0:

@@ -58,7 +58,15 @@ class Destination:
 
 def resolve(target: str, name: str) -> Destination:
     """Everything about `target` (alias or user@host[:port]); raises HostError."""
-    options = _ssh_g(target, name) if shutil.which("ssh") else _paramiko_config(target)
+    try:
+        return _destination(target, _ssh_g(target, name) if shutil.which("ssh") else _paramiko_config(target))
+    except subprocess.TimeoutExpired:
+        raise HostError(f"host {name}: ssh -G did not finish; does a Match exec in its configuration hang?") from None
+    except (ValueError, OSError) as error:  # a port that is no number, a lone quote
+        raise HostError(f"host {name}: its ssh configuration cannot be used: {error}") from None
+
+
+def _destination(target: str, options: dict[str, list[str]]) -> Destination:
     one = {key: values[-1] for key, values in options.items()}
     hostname, port = one.get("hostname", target), int(one.get("port", "22"))
     timeout = one.get("connecttimeout", "none")

@@ -36,6 +36,8 @@ def launch(
 ) -> None:
     """Start a run of experiment TAG, detached, and see whether it survives its start.
 
+    A RUN is resumed with what --set gave it; what --set says now comes on top.
+
     Examples: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
               dflashctl launch --resume threadwarm-1
               dflashctl launch --tag threadwarm --retries 3
@@ -50,11 +52,17 @@ def launch(
     if parent:
         if host not in (None, parent.host):
             raise UsageError(f"{parent.name} can be resumed on its own host only, got --host {host}")
-        tag, host = tag or parent.tag, parent.host
+        tag = tag or parent.tag
     if tag is None:
         raise UsageError("launch needs --tag, or --resume RUN")
+    if parent and tag == parent.tag:
+        with ctx.session(ctx.hosts.get(parent.host)) as session:
+            inherited = programs.overrides(session, parent)
+        if inherited:
+            ctx.out.note(f"as {parent.run} was set: {', '.join(inherited)}")
+        sets = [*inherited, *(sets or [])]
     try:
-        loaded, place = ctx.experiment(tag, experiment, sets, host)
+        loaded, place = ctx.experiment(tag, experiment, sets, host, parent)
     except ConfigurationError as error:
         if not (parent and tag == parent.tag and tag.endswith(programs.PREPARE.suffix)):
             raise

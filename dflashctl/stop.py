@@ -46,9 +46,11 @@ def stop(
         )
     if state["state"] in ("running", "starting"):
         raise StopIncompleteError(f"{record.name} is still {state['state']}", hint="try again in a moment")
+    if state["state"] == "unknown":
+        raise StopIncompleteError(f"whether {record.name} has ended is not known: its files may not be read by this user there")
     untouched = answer["already"] and not answer["leftovers"]
     memory = None if untouched else _await_freed(session, record, answer["gpus"])
-    told = {"already": answer["already"], "leftovers": answer["leftovers"], "memory": memory}
+    told = {name: answer[name] for name in ("already", "leftovers", "warning")} | {"memory": memory}
     return {"host": record.host, "tag": record.tag, **told, **state}
 
 
@@ -60,6 +62,7 @@ def _await_freed(session: HostSession, record: RunRecord, gpus: Sequence[Mapping
     """
     deadline = time.monotonic() + FREED_S
     limits = {gpu.get("uuid"): session.host.idle.max_memory_mib + (gpu.get("memory_used_mib") or 0) for gpu in gpus}
+    numbers = {gpu.get("uuid"): gpu.get("index") for gpu in gpus}
     while limits:
         try:
             found = query_gpus(session)
@@ -67,7 +70,11 @@ def _await_freed(session: HostSession, record: RunRecord, gpus: Sequence[Mapping
             return f"whether its GPUs are free is not known: {error}"
         if found.error:
             return f"whether its GPUs are free is not known: {found.error}"
-        held = [gpu for gpu in found.gpus if gpu.uuid in limits and _still_holds(gpu, record, limits[gpu.uuid])]
+        read = {gpu.uuid: gpu for gpu in found.gpus if gpu.uuid in limits and gpu.memory_used_mib is not None}
+        if unread := [number for uuid, number in numbers.items() if uuid not in read]:
+            names = ", ".join(f"GPU {number}" for number in unread)
+            return f"whether its GPUs are free is not known: the memory of {names} cannot be read"
+        held = [gpu for gpu in read.values() if _still_holds(gpu, record, limits[gpu.uuid])]
         if not held:
             break
         if time.monotonic() > deadline:

@@ -140,6 +140,8 @@ def _load(text: str, at: Callable[[int], str]) -> object:
         raise ConfigurationError(f"{at(line)}: must be printable text, got {chr(error.character)!r}") from None
     except RecursionError:
         raise ConfigurationError(f"{at(1)}: is nested too deeply") from None
+    except ValueError as error:  # an escape of a character that there is not
+        raise ConfigurationError(f"{at(1)}: is not YAML that can be read: {error}") from None
 
 
 def _plain(node: yaml.Node, at: Callable[[int], str]) -> object:

@@ -92,6 +92,26 @@ def pull(session: HostSession, record: RunRecord, path: str, into: Path, tell: T
     files = [(_safe(file["path"]), int(file["size"]), str(file["sha256"])) for file in found["files"]]
     if len(files) > _MOST_FILES:
         raise EnvironmentFault(f"host {session.host.name} names {len(files)} files, more than {_MOST_FILES}")
+    try:
+        moved = _fetch(session, record, run, real, base, into, files, tell)
+        for link in found["links"]:
+            _link(base / _safe(link["path"]), str(link["target"]), into)
+    except OSError as error:
+        raise EnvironmentFault(f"{error.filename or base} cannot be written: {error.strerror or error}") from error
+    return Moved(session.host.name, f"{record.run}/{real}", str(base), len(files), moved, sum(size for _, size, _ in files))
+
+
+def _fetch(
+    session: HostSession,
+    record: RunRecord,
+    run: dict[str, Any],
+    real: PurePosixPath,
+    base: Path,
+    into: Path,
+    files: list[tuple[PurePosixPath, int, str]],
+    tell: Tell,
+) -> int:
+    """Bring what of `files` (name, bytes, sha256) is not here yet; how many bytes came. Raises OSError of the disk here."""
     missing = [file for file in files if not _is_same(base / file[0], file[1], file[2])]
     total, moved, done = sum(size for _, size, _ in missing), 0, 0
     for name, size, digest in missing:
@@ -115,9 +135,7 @@ def pull(session: HostSession, record: RunRecord, path: str, into: Path, tell: T
             part.unlink()
             raise EnvironmentFault(f"{record.name}: {name} is not what the host has", hint="pull again")
         part.replace(final)
-    for link in found["links"]:
-        _link(base / _safe(link["path"]), str(link["target"]), into)
-    return Moved(session.host.name, f"{record.run}/{real}", str(base), len(files), moved, sum(size for _, size, _ in files))
+    return moved
 
 
 def _patiently(session: HostSession, verb: str, args: dict[str, Any], timeout_s: float, payload: bytes = b"") -> Any:
@@ -133,10 +151,20 @@ def _local_files(source: Path) -> Iterator[dict[str, Any]]:
         return
     if not source.is_dir():
         raise ConfigurationError(f"{source} is neither a file nor a folder")
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source)
-        if path.is_file() and not any(part.startswith(".") for part in name.parts):
-            yield {"path": name.as_posix(), **_facts(path)}
+    for directory, folders, names in os.walk(source, onerror=_raise):
+        here = Path(directory)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if links := [name for name in folders if (here / name).is_symlink()]:
+            raise ConfigurationError(
+                f"{here / links[0]} is a link to a folder, which is not sent; put the files themselves there"
+            )
+        for name in sorted(names):
+            if not name.startswith(".") and (here / name).is_file():
+                yield {"path": (here / name).relative_to(source).as_posix(), **_facts(here / name)}
+
+
+def _raise(error: OSError) -> None:
+    raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ EXPERIMENT = """
 hypothesis: {tag} runs
 trainer:
   target: {{path: targets/x}}
-  data: {{path: data/x}}
+  data: {{path: /}}
   pipeline: {{target_devices: [{device}], drafter_devices: [{device}], graphs: none}}
 """
 
@@ -114,9 +114,14 @@ class Bench:
     def run_folder(self, run: str) -> Path:
         return self.root / "runs" / run
 
+    def launch_id(self, run: str) -> str:
+        """What a run's processes are marked with."""
+        (found,) = re.findall(r"DFLASHCTL_LAUNCH_ID=(\w+)", (self.run_folder(run) / "run.sh").read_text())
+        return found
+
     def marked(self, run: str) -> list[int]:
         """Living processes that carry the run's mark."""
-        (launch_id,) = re.findall(r"DFLASHCTL_LAUNCH_ID=(\w+)", (self.run_folder(run) / "run.sh").read_text())
+        launch_id = self.launch_id(run)
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:

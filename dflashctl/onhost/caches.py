@@ -15,7 +15,7 @@ from pathlib import Path
 from dflashctl.onhost.entry import Fault
 from dflashctl.onhost.layout import Layout, RunFolder
 from dflashctl.onhost.processes import all_processes
-from dflashctl.onhost.states import LIVING, state_of
+from dflashctl.onhost.states import MAY_LIVE, state_of
 
 _PREFIX = "torchinductor_"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -27,7 +27,7 @@ def warm_cache(layout: Layout, release: str, torch: str, gpu_model: str) -> Path
     key = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{release}-{torch}-{gpu_model}")
     cache = layout.caches / key
     users = [folder for folder in layout.all_runs() if folder.record().get("cache") == str(cache)]
-    dead = [folder for folder in users if state_of(folder)["state"] not in LIVING]
+    dead = [folder for folder in users if state_of(folder)["state"] not in MAY_LIVE]
     suspects = [f for f in dead if _born(cache) <= f.record_path.stat().st_mtime and not _gate_opened(f)]
     if suspects and len(dead) == len(users):
         shutil.rmtree(cache, ignore_errors=True)

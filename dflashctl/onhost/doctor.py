@@ -23,7 +23,7 @@ from dflashctl.onhost import environment, leases
 from dflashctl.onhost.entry import Fault
 from dflashctl.onhost.layout import Layout
 from dflashctl.onhost.processes import MARK, Process, all_processes
-from dflashctl.onhost.states import LIVING, state_of
+from dflashctl.onhost.states import MAY_LIVE, state_of
 
 Check = Dict[str, Any]
 """name, state (ok, warning, failed, unknown), command, found, fix."""
@@ -361,7 +361,7 @@ def _leftovers(layout: Layout) -> Iterator[Check]:
     for process in all_processes().values():
         mark = _mark(process.pid)
         folder = folders.get(mark) if mark else None
-        if folder and state_of(folder)["state"] not in LIVING:
+        if folder and state_of(folder)["state"] not in MAY_LIVE:
             ended.setdefault(folder.run, []).append(_shown(process))
         elif not folder and process.pid != os.getpid() and _is_trainer(process.pid):
             foreign.append(_shown(process))

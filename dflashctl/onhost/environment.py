@@ -16,7 +16,7 @@ from typing import Any, Iterator
 
 from dflashctl.onhost.entry import Fault
 from dflashctl.onhost.layout import Layout, point_link, write_text
-from dflashctl.onhost.states import LIVING, state_of
+from dflashctl.onhost.states import MAY_LIVE, state_of
 
 NEEDED = ("torch", "transformers", "safetensors", "numpy")
 """Without these no run starts; gguf and accelerate are for GGUF targets."""
@@ -135,7 +135,7 @@ def setup(args: dict[str, Any]) -> dict[str, Any]:
 
 def _is_used(layout: Layout, folder: Path) -> bool:
     """Whether a living run works in that environment."""
-    pythons = [str(run.record().get("python")) for run in layout.all_runs() if state_of(run)["state"] in LIVING]
+    pythons = [str(run.record().get("python")) for run in layout.all_runs() if state_of(run)["state"] in MAY_LIVE]
     return any(python.startswith(f"{folder}/") for python in pythons)
 
 

@@ -65,8 +65,12 @@ class Layout:
         return folder
 
     def all_runs(self) -> list[RunFolder]:
-        """Every run that was claimed here."""
-        return [RunFolder(path) for path in sorted(self.runs.glob("*")) if _RUN_ID.fullmatch(path.name)]
+        """Every run that was claimed here; raises OSError where they cannot be listed, which is not the same as none."""
+        try:
+            names = sorted(os.listdir(self.runs))
+        except FileNotFoundError:
+            return []
+        return [RunFolder(self.runs / name) for name in names if _RUN_ID.fullmatch(name)]
 
     def withdraw(self, launch_id: str) -> None:
         """Write down that this launch may start nothing any more; to be called with the lock held."""
@@ -94,10 +98,15 @@ class Layout:
             numbers.append(int(last.read_text()))
         number = 1 + max(numbers, default=0)
         while True:
+            claimed = self.runs / f"{tag}-{number}"
             with contextlib.suppress(FileExistsError):
-                (self.runs / f"{tag}-{number}").mkdir()
-                write_text(last, f"{number}\n")
-                return RunFolder(self.runs / f"{tag}-{number}")
+                claimed.mkdir()
+                try:
+                    write_text(last, f"{number}\n")
+                except OSError:
+                    claimed.rmdir()
+                    raise
+                return RunFolder(claimed)
             number += 1
 
     @contextlib.contextmanager
@@ -160,9 +169,14 @@ class RunFolder:
 
 def write_text(path: Path, text: str) -> None:
     """Write under a temporary name, then rename: a reader never sees half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # of two who write, each has its own
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def point_link(link: Path, target: str) -> None:

@@ -6,16 +6,20 @@ file that is left behind can lie about it. The text in it says who holds it, for
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import os
 import re
+import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
 from dflashctl.onhost.entry import Fault
 from dflashctl.onhost.layout import Layout
 
 _MOST_CHARACTERS = 1000
+_TURN_S = 45.0
 
 
 class Held(NamedTuple):
@@ -40,20 +44,58 @@ def path(layout: Layout, gpu: dict[str, Any]) -> Path:
     return layout.leases / re.sub(r"[^A-Za-z0-9-]", "_", name)
 
 
+@contextlib.contextmanager
+def turn(gpus: list[dict[str, Any]]) -> Iterator[None]:
+    """Held from the look at the leases of `gpus` until they are taken, by one launch of the machine, whatever its root.
+
+    The lock is on the machine's root directory, which everybody can open and nobody has to make.
+    """
+    if not gpus:
+        yield
+        return
+    directory = os.open("/", os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + _TURN_S
+        while True:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise Fault("timeout", "another launch on this machine is taking GPUs; try again") from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(directory)
+
+
 def held(layout: Layout, gpus: list[dict[str, Any]]) -> list[Held]:
-    """Those of `gpus` whose lease is locked, with what it says."""
+    """Those of `gpus` whose lease is locked, here or under another root of this machine, with what it says."""
     layout.leases.mkdir(parents=True, exist_ok=True)
+    elsewhere = _elsewhere({path(layout, gpu).name for gpu in gpus if gpu["uuid"]})
     found = []
     for gpu in gpus:
         lease = path(layout, gpu)
-        if is_locked(lease):
-            found.append(Held(gpu["index"], gpu["uuid"], note(lease)))
+        holder = lease if is_locked(lease) else elsewhere.get(lease.name)
+        if holder:
+            found.append(Held(gpu["index"], gpu["uuid"], note(holder)))
     return found
 
 
-def is_locked(lease: Path) -> bool:
+def _elsewhere(names: set[str]) -> dict[str, Path]:
+    """Locked leases of these names that a process of any root has open; those of other users are seen by root alone."""
+    found: dict[str, Path] = {}
+    for link in Path("/proc").glob("[0-9]*/fd/*") if names else ():
+        with contextlib.suppress(OSError):
+            target = Path(os.readlink(link))
+            if target.name in names and target.parent.name == "leases" and is_locked(link, "rb"):
+                found[target.name] = link
+    return found
+
+
+def is_locked(lease: Path, mode: str = "a") -> bool:
     """Whether a run holds it. A look takes a shared lock, so that two who look do not take each other for a run."""
-    with open(lease, "a") as file:
+    with open(lease, mode) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False

@@ -16,10 +16,11 @@ from dflashctl.onhost.entry import Fault, require_python
 from dflashctl.onhost.layout import Layout, RunFolder, point_link, write_text
 from dflashctl.onhost.logs import last_lines
 from dflashctl.onhost.processes import recorded_process
-from dflashctl.onhost.states import LIVING, state_of
+from dflashctl.onhost.states import LIVING, UNKNOWN, state_of
 
 _PID_FILE_S = 15.0
 _FIND_S = 30.0
+_TRAINS = ("trainer", "trainer.smoke")
 
 
 def launch(args: dict[str, Any]) -> dict[str, Any]:
@@ -33,10 +34,12 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     args = {**args, "python": environment.settled(args["python"])}
     installed = environment.require(args["python"], args["env"])
     cleared = str(caches.clear_default_cache({**os.environ, **args["env"]})) if args["clear_cache"] else None
-    with layout.lock():
+    with layout.lock(), leases.turn(args["record"]["gpus"]):
         layout.refuse_withdrawn(args["launch_id"])
         if not Path(args["python"]).exists():
             raise Fault("environment", f"{args['python']} has just been replaced by a setup", "launch again")
+        if args["module"] in _TRAINS:
+            _refuse_missing(layout, args["config"])
         args["config"]["run"]["resume"] = _checkpoint(layout, args["resume"]) or args["config"]["run"]["resume"]
         if args["retries"]:
             _refuse_retry(layout, layout.find_run(args["retries"]["run"], args["retries"]["launch_id"]))
@@ -46,8 +49,8 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
         folder = _prepare(layout, args, installed, {lease.uuid for lease in overridden})
         started = time.monotonic()
         _start(layout, folder, args["record"]["gpus"])
-        warning = _link_log(layout, folder, args["tag"])
         _await_pid(folder)
+        warning = _link_log(layout, folder, args["tag"])
     report = _watch_start(folder, args["startup_s"])
     lines = last_lines(folder, args["log_lines"])
     watched = round(time.monotonic() - started, 3)
@@ -63,18 +66,40 @@ def launch(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _refuse_missing(layout: Layout, config: dict[str, Any]) -> None:
+    """Raise Fault for shards and a target that are not there: the trainer would say so after half a minute of imports."""
+    data = layout.root / config["data"]["path"]
+    if not data.is_dir():
+        hint = "dflashctl prepare makes an experiment's data, dflashctl push sends shards"
+        raise Fault("config", f"data.path must be a folder of shards, got {config['data']['path']}: there is no {data}", hint)
+    target = config["target"]["path"]
+    if (layout.root / target.split("/")[0]).is_dir() and not (layout.root / target).is_dir():  # else it may be a hub id
+        hint = "dflashctl push sends a target model"
+        raise Fault(
+            "config", f"target.path must be a folder or a hub id, got {target}: there is no {layout.root / target}", hint
+        )
+
+
 def _checkpoint(layout: Layout, resume: dict[str, str] | None) -> str | None:
     """The newest checkpoint of the run that is to be resumed, relative to the root; raises Fault where it has none."""
     if resume is None:
         return None
     parent = layout.find_run(resume["run"], resume["launch_id"])
-    if state_of(parent)["state"] in LIVING:
+    told = state_of(parent)
+    state = told["state"]
+    if state == UNKNOWN:
+        raise Fault("environment", f"whether run {parent.run} still lives is not known: its files may not be read by this user")
+    if state in LIVING:
         raise Fault(
             "environment",
             f"run {parent.run} is still living",
             f"dflashctl tail {parent.run} follows it, dflashctl stop {parent.run} ends it",
         )
-    return _required_checkpoint(layout, parent)
+    if told["last_event"] == "finished":
+        raise Fault("environment", f"run {parent.run} has finished all its steps, and keeps nothing to go on from")
+    grandparent = parent.record().get("resumes")
+    hint = f"dflashctl launch --resume {grandparent} goes on from where it had begun" if grandparent else None
+    return _required_checkpoint(layout, parent, hint)
 
 
 def _refuse_retry(layout: Layout, dead: RunFolder) -> None:
@@ -96,10 +121,10 @@ def check_retry(args: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _required_checkpoint(layout: Layout, folder: RunFolder) -> str:
+def _required_checkpoint(layout: Layout, folder: RunFolder, hint: str | None = None) -> str:
     newest = _newest_checkpoint(layout, folder)
     if newest is None:
-        raise Fault("environment", f"run {folder.run} has no checkpoint")
+        raise Fault("environment", f"run {folder.run} has no checkpoint", hint)
     return newest
 
 
@@ -131,6 +156,23 @@ def _prepare(layout: Layout, args: dict[str, Any], installed: dict[str, Any], ov
         raise Fault("environment", f"release {args['release']} is not on the host", "deploy first")
     shared = caches.warm_cache(layout, args["release"], torch, args["gpu_model"]) if args["cache"] == "warm" else None
     folder = layout.claim_run(args["tag"])
+    try:
+        _write(layout, folder, args, installed, overridden, shared)
+    except BaseException:  # an empty folder would be taken for a run that was lost
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    return folder
+
+
+def _write(
+    layout: Layout,
+    folder: RunFolder,
+    args: dict[str, Any],
+    installed: dict[str, Any],
+    overridden: set[str],
+    shared: Path | None,
+) -> None:
+    """What the run is: run.json, config.json, run.sh and its secrets."""
     cache = shared or folder.cache
     record = {
         **args["record"],
@@ -141,7 +183,7 @@ def _prepare(layout: Layout, args: dict[str, Any], installed: dict[str, Any], ov
         "resumes": args["resume"] and args["resume"]["run"],
         "retries": args["retries"] and args["retries"]["run"],
         "release": args["release"],
-        "torch": torch,
+        "torch": installed["packages"].get("torch", "unknown"),
         "python": args["python"],
         "environment": {name: installed[name] for name in ("fingerprint", "python", "driver", "packages")},
         "cache": str(cache),
@@ -153,30 +195,47 @@ def _prepare(layout: Layout, args: dict[str, Any], installed: dict[str, Any], ov
     taking = [gpu for gpu in args["record"]["gpus"] if gpu["uuid"] not in overridden]
     paths = [leases.path(layout, gpu) for gpu in taking]
     later = [leases.path(layout, gpu) for gpu in args["record"]["gpus"] if gpu["uuid"] in overridden]
+    release = layout.release(args["release"])
     text = wrapper.script(folder, args, release, cache, own_cache=shared is None, leases=paths, later=later)
     write_text(folder.script, text)
     folder.script.chmod(0o755)
     write_text(folder.record_path, json.dumps(record, indent=1) + "\n")
-    return folder
 
 
 def _link_log(layout: Layout, folder: RunFolder, tag: str) -> str | None:
-    """Point train_<tag>.log at this run's log; an ordinary file of that name is somebody's log and stays."""
-    folder.log.touch()
+    """Point train_<tag>.log at this run's log; an ordinary file of that name is somebody's log and stays.
+
+    Answers what is to be said where it does not point there: the run is under way, and no fault of a link ends it.
+    """
     link = layout.log_link(tag)
     if link.exists() and not link.is_symlink():
         return f"{link} is an ordinary file and was left alone; this run's log is {folder.log}"
-    point_link(link, os.path.relpath(folder.log, link.parent))
+    try:
+        point_link(link, os.path.relpath(folder.log, link.parent))
+    except OSError as error:
+        return f"{link} does not point at {folder.log}: {error.strerror}"
     return None
 
 
 def _await_pid(folder: RunFolder) -> None:
     deadline = time.monotonic() + _PID_FILE_S
     while not folder.pid.exists():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and _given_up(folder):
             hint = f"look at {folder.log}"
-            raise Fault("environment", f"{folder.run}: no pid file after {_PID_FILE_S:.0f} s", hint, run=folder.run)
+            raise Fault("environment", f"{folder.run}: no pid file after {_PID_FILE_S:.0f} s; it was given up", hint)
         time.sleep(0.02)
+
+
+def _given_up(folder: RunFolder) -> bool:
+    """Keep a run that has no pid file yet from going on; False where it has one by now: it is under way.
+
+    run.sh writes its pid and then looks for `stopped`; here it is the other way round, so one of the two sees the other.
+    """
+    write_text(folder.stopped, "given up: it did not start\n")
+    if not folder.pid.exists():
+        return True
+    folder.stopped.unlink()
+    return False
 
 
 def _watch_start(folder: RunFolder, startup_s: float) -> dict[str, Any]:
@@ -191,11 +250,20 @@ def trained(args: dict[str, Any]) -> dict[str, Any]:
     """`config` of a run and its newest `checkpoint`, relative to the root; raises Fault where it has none."""
     layout = Layout(args["root"])
     folder = layout.find_run(args["run"], args["launch_id"])
+    return {"config": _config(folder), "checkpoint": _required_checkpoint(layout, folder)}
+
+
+def settings(args: dict[str, Any]) -> dict[str, Any]:
+    """`config` of a run, and `origins` {section.key: where it came from} of what was set."""
+    folder = Layout(args["root"]).find_run(args["run"], args["launch_id"])
+    return {"config": _config(folder), "origins": folder.record().get("origins") or {}}
+
+
+def _config(folder: RunFolder) -> Any:
     try:
-        config = json.loads(folder.config.read_text())
-    except (OSError, ValueError) as error:
+        return json.loads(folder.config.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise Fault("environment", f"{folder.config} cannot be read: {error}") from None
-    return {"config": config, "checkpoint": _required_checkpoint(layout, folder)}
 
 
 def checkpoint(args: dict[str, Any]) -> dict[str, Any]:
@@ -246,8 +314,8 @@ def find(args: dict[str, Any]) -> dict[str, Any]:
     layout = Layout(args["root"])
     with layout.lock(_FIND_S):
         found = [folder for folder in layout.all_runs() if folder.launch_id() == args["launch_id"]]
-        if found and not found[0].pid.exists():  # whoever held the lock until now has given up on it
-            write_text(found.pop().stopped, "given up: it did not start\n")
+        if found and not found[0].pid.exists() and _given_up(found[0]):  # as whoever held the lock until now has
+            found.pop()
         if not found:
             layout.withdraw(args["launch_id"])
     return {"run": _entry(found[0]) if found else None}
@@ -264,6 +332,7 @@ VERBS = {
     "list": list_runs,
     "find": find,
     "trained": trained,
+    "settings": settings,
     "checkpoint": checkpoint,
     "check_preparation": check_preparation,
     "check_retry": check_retry,

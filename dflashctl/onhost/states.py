@@ -15,6 +15,10 @@ from dflashctl.onhost.layout import RunFolder
 from dflashctl.onhost.processes import recorded_process
 
 LIVING = ("starting", "running")
+UNKNOWN = "unknown"
+"""The state of a run whose files this user may not read."""
+MAY_LIVE = (*LIVING, UNKNOWN)
+"""Unknown is not dead: nothing that such a run may need is taken away."""
 CLAIM_GRACE_S = 30.0
 SILENT_S = 150.0
 """A trainer writes a heartbeat every 30 s."""
@@ -95,7 +99,22 @@ def _duration(begun: Stamp, over: Stamp | None, state: str) -> float | None:
     return round(max(0.0, until - begun.uptime), 3)
 
 
+def _is_unreadable(folder: RunFolder) -> bool:
+    """Whether a file that tells what became of it is there, or may be, and cannot be read: then nothing is known."""
+    for path in (folder.pid, folder.exit_code):
+        try:
+            with open(path, "rb"):
+                pass
+        except PermissionError:
+            return True
+        except OSError:
+            pass
+    return False
+
+
 def _state(folder: RunFolder, alive: bool, code: int | None, started: float | None) -> str:
+    if code is None and not alive and _is_unreadable(folder):
+        return UNKNOWN
     if code is not None:
         if folder.stopped.exists():
             return "stopped"
@@ -185,7 +204,10 @@ def _mtime(path: Path) -> float | None:
 def _utc(stamp: float | None) -> str | None:
     if stamp is None:
         return None
-    moment = datetime.datetime.fromtimestamp(stamp, datetime.timezone.utc)
+    try:
+        moment = datetime.datetime.fromtimestamp(stamp, datetime.timezone.utc)
+    except (ValueError, OverflowError, OSError):  # no moment that a calendar has
+        return None
     return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 

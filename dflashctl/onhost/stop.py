@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
-from dflashctl.onhost.entry import Fault
+from dflashctl.onhost.entry import Fault, explain
 from dflashctl.onhost.layout import Layout, RunFolder, write_text
 from dflashctl.onhost.processes import Process, family, read_process, recorded_process
-from dflashctl.onhost.states import LIVING, state_of
+from dflashctl.onhost.states import MAY_LIVE, state_of
 
 _KILL_S = 5.0
 
 
 def stop(args: dict[str, Any]) -> dict[str, Any]:
-    """Stop `run`; answers `already` (it had ended), `leftovers` (how many processes it still had then), state and GPUs.
+    """Stop `run`; answers `already` (it had ended), `leftovers` (how many processes it still had then), state, GPUs, `warning`.
 
     Of one that has ended `ends_retries` says that nothing is to go on from it by itself either.
     `survivors` [{pid, name, state}] are those that nothing could end.
     """
     layout = Layout(args["root"])
     folder = layout.find_run(args["run"], args["launch_id"])
-    already = state_of(folder)["state"] not in LIVING
-    if not already:
-        write_text(folder.stopped, f"{args['by']}\n")  # also keeps one that is starting from going on
-    elif args["ends_retries"]:
-        with layout.lock():  # a retry that is being launched comes before or after
-            write_text(folder.no_retries, f"{args['by']}\n")
+    already = state_of(folder)["state"] not in MAY_LIVE
+    warning = None
+    try:
+        if not already:
+            _mark(folder.stopped, args["by"])  # also keeps one that is starting from going on
+        elif args["ends_retries"]:
+            with layout.lock():  # a retry that is being launched comes before or after
+                _mark(folder.no_retries, args["by"])
+    except OSError as error:  # a run that has filled the disk is ended all the same
+        warning = f"that it was stopped could not be written down: {explain(error, args['root'])}"
     tree = _Tree(folder)
     leftovers = len(tree.living()) if already else 0
     tree.signal(signal.SIGTERM)
@@ -45,7 +51,18 @@ def stop(args: dict[str, Any]) -> dict[str, Any]:
         )
     survivors = [{"pid": p.pid, "name": p.name, "state": p.state} for p in tree.living()]
     gpus = folder.record().get("gpus", [])
-    return {"already": already, "leftovers": leftovers, "survivors": survivors, "state": state_of(folder), "gpus": gpus}
+    told = {"already": already, "leftovers": leftovers, "survivors": survivors, "warning": warning}
+    return {**told, "state": state_of(folder), "gpus": gpus}
+
+
+def _mark(path: Path, by: str) -> None:
+    """Write who stopped it; an empty file, which needs no block, where the disk is full."""
+    try:
+        write_text(path, f"{by}\n")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        path.touch()
 
 
 class _Tree:

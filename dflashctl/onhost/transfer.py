@@ -86,7 +86,7 @@ def commit(args: dict[str, Any]) -> dict[str, Any]:
 def listing(args: dict[str, Any]) -> dict[str, Any]:
     """`files` [{path, size, sha256}] and `links` [{path, target}] of a run's folder below `path`; caches and secrets stay."""
     folder = Layout(args["root"]).find_run(args["run"], args["launch_id"]).path
-    start = folder / _relative(args["path"])
+    start = folder / _pulled(args["path"])
     real = Path(os.path.realpath(start))
     if not start.exists() or Path(os.path.realpath(folder)) not in (real, *real.parents):
         raise Fault("run_not_found", f"run {args['run']} has no {args['path']}")
@@ -104,16 +104,23 @@ def listing(args: dict[str, Any]) -> dict[str, Any]:
 def get(args: dict[str, Any]) -> dict[str, Any]:
     """`data` (base64): `size` bytes from `offset` of one file of a run."""
     folder = Layout(args["root"]).find_run(args["run"], args["launch_id"]).path
-    with open(folder / _relative(args["path"]), "rb") as file:
+    with open(folder / _pulled(args["path"]), "rb") as file:
         file.seek(args["offset"])
         return {"data": base64.b64encode(file.read(args["size"])).decode()}
 
 
 def _relative(path: str) -> Path:
-    parts = Path(path).parts
-    if Path(path).is_absolute() or ".." in parts or any(part in _NOT_PULLED for part in parts[:1]):
+    if Path(path).is_absolute() or ".." in Path(path).parts:
         raise Fault("environment", f"a path must lie in its folder, got {path}")
     return Path(path)
+
+
+def _pulled(path: str) -> Path:
+    """Of a run's folder: caches and secrets stay."""
+    relative = _relative(path)
+    if relative.parts[:1] and relative.parts[0] in _NOT_PULLED:
+        raise Fault("environment", f"{relative.parts[0]} of a run is not given away, got {path}")
+    return relative
 
 
 def _dest(layout: Layout, dest: str) -> Path:

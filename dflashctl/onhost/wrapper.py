@@ -44,6 +44,9 @@ def script(
     locks = [f"flock -w {_LEASE_WAIT_S} -E {TAKEN} -F {shlex.quote(str(lease))}" for lease in leases]
     return _TEMPLATE.format(
         run=folder.run,
+        mark=MARK,
+        name=NAME,
+        launch_id=args["launch_id"],
         folder=shlex.quote(str(folder.path)),
         exports=exports,
         unknown=UNKNOWN,
@@ -72,6 +75,7 @@ def _calls(function: str, paths: list[Path], indent: str) -> str:
 _TEMPLATE = """#!/bin/sh
 # Run {run}. By hand: `sh run.sh` returns at once; train.log grows; a run that lives is not started twice.
 set -u
+unset {mark} {name}  # where another run's environment starts this one, it is none of that run's processes
 cd {folder} || exit 1
 start_time() {{ sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }}
 init_now=$(start_time 1)
@@ -84,12 +88,15 @@ oom_kills() {{
         sed -n 's/^oom_kill //p' | head -n 1
 }}
 note() {{ printf '%s, "since": "%s"}}\\n' {note} "$(date -u +%Y-%m-%dT%H:%M:%SZ)" >"$1"; }}
+# whether anything of this run lives: the wrapper, or a process with its mark
+launch={launch_id}
+lives() {{ kill -0 "$$" 2>/dev/null || grep -qs "{mark}=$launch" /proc/[0-9]*/environ; }}
 # a lease that another run had when this one was forced upon its GPU
 take_over() {{
     (
-        until flock -n 9; do sleep 2; kill -0 "$$" 2>/dev/null || exit; done
+        until flock -n 9; do sleep 2; lives || exit; done
         note "$1"
-        while kill -0 "$$" 2>/dev/null; do sleep 2; done
+        while lives; do sleep 2; done
     ) 9>>"$1" &
 }}
 stamp() {{ echo "$1 $(date +%s) $(cut -d' ' -f1 /proc/uptime) $(oom_kills)" >>times; }}

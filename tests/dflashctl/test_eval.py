@@ -39,7 +39,7 @@ def test_the_newest_checkpoint_is_measured_as_a_run(trained) -> None:
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given["--root"] == str(trained.root)
     assert given["--checkpoint"] == "runs/quick-1/checkpoints/step-10"
-    assert (given["--target"], given["--prompts"]) == ("targets/x", "data/x")
+    assert (given["--target"], given["--prompts"]) == ("targets/x", "/")
     assert (given["--limit"], given["--temperature"], given["--device"]) == ("4", "0.5", "cpu")
     document = trained("eval", "quick-1", "--prompts", "data/humaneval.jsonl", "--json").document
     assert (document["run"], document["of"]) == ("quick-eval-2", "quick-1")

@@ -102,6 +102,35 @@ def test_when_it_was_launched_is_told_by_this_machine(tmp_path: Path) -> None:
     assert history.records() == [replace(mine, state="stopped", exit_code=143)]
 
 
+def entry(launch_id: str, state: str, **record: object) -> dict:
+    kept = {"launch_id": launch_id, "tag": "quick", "run": "quick-1", "launched_at": "10:00", **record}
+    return {"record": kept, "state": {"state": state, "exit_code": None, "started_at": None}}
+
+
+def test_an_answer_that_is_older_than_what_is_known_changes_nothing(tmp_path: Path) -> None:
+    history, other = (History(tmp_path, {"local": "here"}) for _ in range(2))
+    mine = RunRecord(launch_id="1", host="local", place="here", tag="quick", created_at="10:00", run="quick-1", state="running")
+    history.append(mine)
+    before = history.newest()
+    other.remember(mine, {"state": "stopped", "exit_code": 143})
+    history.merge("local", [entry("1", "running")], before)
+    assert history.records() == [replace(mine, state="stopped", exit_code=143)]
+
+
+def test_a_damaged_record_on_a_host_takes_nothing_away(tmp_path: Path) -> None:
+    history = History(tmp_path, {"local": "here"})
+    mine = RunRecord(
+        launch_id="1", host="local", place="here", tag="quick", created_at="10:00", run="quick-1", release="r", hypothesis="h"
+    )
+    history.append(mine)
+    damaged = [entry("1", "exited", hypothesis=5), entry("", "lost", launched_at=None), entry("2", "lost", launched_at=None)]
+    history.merge("local", damaged, history.newest())
+    first, nameless = history.records()
+    assert first == replace(mine, state="exited")
+    assert (nameless.launch_id, nameless.created_at) == ("2", "")
+    assert history.torn_lines == 0
+
+
 def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
     history = History(tmp_path / "state", {"local": "here"})
     record = RunRecord(launch_id="1", host="local", place="here", tag="quick", created_at="now", run="quick-1")

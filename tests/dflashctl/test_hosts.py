@@ -148,6 +148,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
         ("ssh: pve, root: srv", ".root must be an absolute path other than /, got 'srv'"),
         ("ssh: pve, root: ~/srv", ".root must be an absolute path other than /, got '~/srv'"),
         ("ssh: pve, root: /", ".root must be an absolute path other than /, got '/'"),
+        ("ssh: pve, root: '/srv/a:b'", ".root must be a path without ':', got '/srv/a:b'"),
         ("ssh: pve, root: /srv, python: python3", ".python must be an absolute path of an interpreter, got 'python3'"),
         ("ssh: pve, rot: /srv", ": unknown key 'rot'; did you mean 'root'?"),
         ("ssh: pve, root: /srv, container: {kind: lxd, id: 200}", ".container.kind must be proxmox, got 'lxd'"),

@@ -142,7 +142,10 @@ def test_a_wait_is_said_once_though_numbers_change(cuda) -> None:
 def test_whatever_starts_a_run_waits_for_gpus_or_takes_them(cuda, words: tuple[str, ...]) -> None:
     kind = words[0]
     path = cuda.experiment("cuda", "cuda:0")
-    path.write_text(path.read_text() + "  prepare: {input: [chats.jsonl], regenerate: true}\n")
+    path.write_text(
+        path.read_text().replace("path: /", "path: data/x") + "  prepare: {input: [chats.jsonl], regenerate: true}\n"
+    )
+    (cuda.root / "data/x").mkdir(parents=True)
     (cuda.root / "chats.jsonl").touch()
     cuda.trainer("import os; os.makedirs('checkpoints/step-1'); os.symlink('step-1', 'checkpoints/latest')")
     length = {"mean": 1.5, "interval_95": [1, 2], "tokens": 3, "verifications": 2, "prompts": 1}
@@ -150,6 +153,8 @@ def test_whatever_starts_a_run_waits_for_gpus_or_takes_them(cuda, words: tuple[s
     for name in ("evaluate", "smoke", "prepare"):
         cuda.trainer(f"import json; print(json.dumps({answer!r}))", f"{name}.py")
     assert cuda("launch", "--tag", "cuda", "--startup-seconds", "30").exit_code == 0
+    if kind == "prepare":  # what is there is not made again
+        (cuda.root / "data/x").rmdir()
     holding(cuda, 9000)
     refused = cuda(*words, "--gpus", "0", "--wait-gpu", "1", "--json")
     assert (refused.exit_code, "9000 MiB" in refused.document["error"]["message"]) == (6, True)

@@ -168,7 +168,7 @@ def test_how_fast_it_is_and_how_long_it_will_take_is_said_of_one_that_moves(benc
     bench.trainer(f"import pathlib, time; pathlib.Path('events.jsonl').write_text({lines!r}); time.sleep(600)", "prepare.py")
     bench.root.mkdir()
     (bench.root / "chats.jsonl").touch()
-    assert bench("prepare", "quick", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
+    assert bench("prepare", "quick", "--set", "data.path=data/x", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
     text = bench("status", "quick-prepare-1").stdout
     assert ("1 of 40 conversations answered, 15/s, 29 tokens/s, 66 s left\n" in text) is not (overdue or age_s > 0)
     assert "\n1 of 40 conversations answered" in text
@@ -181,7 +181,7 @@ def test_what_goes_on_with_a_preparation_is_named_and_more_than_one_gpu_refused(
     bench.trainer("import sys; sys.exit()", "prepare.py")
     bench.root.mkdir()
     (bench.root / "chats.jsonl").touch()
-    assert bench("prepare", "quick", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
+    assert bench("prepare", "quick", "--set", "data.path=data/x", "--set", "prepare.input=[chats.jsonl]").exit_code == 0
     resumed = bench("launch", "--resume", "quick-prepare-1")
     assert resumed.exit_code == 2
     assert "local:quick-prepare-1 made data and is no training: " in resumed.stderr
@@ -215,7 +215,7 @@ def test_a_death_in_the_start_up_window_is_told(bench) -> None:
     bench.trainer("import sys; sys.exit('error: no chat template')", "prepare.py")
     (bench.root / "data").mkdir(parents=True)
     (bench.root / "data/chats.jsonl").touch()
-    done = bench("prepare", "quick", "--set", "prepare.input=[data/chats.jsonl]")
+    done = bench("prepare", "quick", "--set", "data.path=data/x", "--set", "prepare.input=[data/chats.jsonl]")
     assert done.exit_code == 9
     assert "no chat template" in done.stderr
 
@@ -230,7 +230,7 @@ def test_it_takes_one_gpu_if_the_target_answers_on_one_and_none_if_it_does_not(b
         """
     )
     path = bench.experiment("cuda", "cuda:0")
-    path.write_text(path.read_text() + "  prepare: {input: [chats.jsonl]}\ngpus: [1, 0]\n")
+    path.write_text(path.read_text().replace("path: /", "path: data/x") + "  prepare: {input: [chats.jsonl]}\ngpus: [1, 0]\n")
     bench.root.mkdir()
     (bench.root / "chats.jsonl").touch()
     bench.trainer("import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:])", "prepare.py")

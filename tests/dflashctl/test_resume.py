@@ -54,3 +54,37 @@ def test_what_cannot_be_resumed_is_one_sentence(trained) -> None:
     none = trained("launch", "--resume", "quick-2")
     assert (none.exit_code, "has no checkpoint" in none.stderr) == (8, True)
     assert not trained.run_folder("quick-3").exists()
+
+
+def test_what_set_gave_a_run_goes_on_with_it(bench) -> None:
+    bench.trainer(CHECKPOINT + "print(config['draft']['num_layers'], config['optim']['lr'], config['run']['steps'])")
+    words = ("launch", "--startup-seconds", "30", "--json")
+    assert bench(*words, "--tag", "quick", "--set", "draft.num_layers=1", "--set", "optim.lr=1e-5").exit_code == 0
+    second = bench(*words, "--resume", "quick-1", "--set", "run.steps=7")
+    assert "as quick-1 was set: draft.num_layers=1, optim.lr=1e-05\n" in second.stderr
+    assert bench(*words, "--resume", "quick-2", "--set", "optim.lr=2e-5").exit_code == 0
+    assert bench("tail", "quick-2").stdout.endswith("1 1e-05 7\n")
+    assert bench("tail", "quick-3").stdout.endswith("1 2e-05 7\n")
+    bench.experiment("other")
+    assert bench(*words, "--tag", "other", "--resume", "quick-1").exit_code == 0
+    assert not bench("tail", "other-1").stdout.endswith("1 1e-05 7\n")
+
+
+def test_a_run_that_has_finished_is_not_resumed(trained) -> None:
+    (trained.run_folder("quick-1") / "events.jsonl").write_text('{"event": "finished"}\n')
+    done = trained("launch", "--resume", "quick-1")
+    assert (done.exit_code, "quick-1 has finished all its steps" in done.stderr) == (8, True)
+    assert not trained.run_folder("quick-2").exists()
+
+
+def test_who_has_no_checkpoint_of_its_own_names_whose_it_went_on_from(trained) -> None:
+    trained.trainer("print('no checkpoint')")
+    assert trained("launch", "--resume", "quick-1", "--startup-seconds", "30").exit_code == 0
+    done = trained("launch", "--resume", "quick-2")
+    assert (done.exit_code, "hint: dflashctl launch --resume quick-1 " in done.stderr) == (8, True)
+
+
+def test_gpus_are_not_taken_for_a_run_on_the_cpu(bench) -> None:
+    done = bench("launch", "--tag", "quick", "--gpus", "0")
+    assert (done.exit_code, "--gpus must be left out where nothing runs on a GPU, got 0" in done.stderr) == (3, True)
+    assert not (bench.root / "runs").exists()

@@ -87,6 +87,7 @@ def test_a_document_is_a_mapping_of_text() -> None:
         ("a: 1\nb: \x07", "x.yaml:2: must be printable text, got '\\x07'"),
         ("a: 1e999", "x.yaml:1: '1e999' is too large for a number"),
         ("a: " + "[" * 5000, "x.yaml:1: is nested too deeply"),
+        ('a: "\\U00110000"', "x.yaml:1: is not YAML that can be read: chr() arg not in range(0x110000)"),
     ],
 )
 def test_what_could_mean_something_else_is_refused_with_its_line(text: str, says: str) -> None:

@@ -51,6 +51,26 @@ def test_no_place_of_ours_is_written(bench, data: Path, dest: str) -> None:
     assert not bench.root.exists() or not list(bench.root.iterdir())
 
 
+def test_a_link_to_a_folder_is_refused_and_not_left_out(bench, data: Path) -> None:
+    (data / "more").symlink_to(bench.folder)
+    done = bench("push", "local", "chats (1)", "data/chats")
+    assert (done.exit_code, "more is a link to a folder" in done.stderr) == (3, True)
+
+
+def test_a_folder_named_as_one_that_a_run_keeps_is_sent(bench) -> None:
+    (bench.folder / "data/cache").mkdir(parents=True)
+    (bench.folder / "data/cache/x").write_text("1")
+    assert bench("push", "local", "data", "data/chats").exit_code == 0
+    assert tree(bench.root / "data/chats") == {"cache/x": b"1"}
+
+
+def test_where_nothing_can_be_pulled_to_is_one_sentence(bench) -> None:
+    assert bench("launch", "--tag", "quick", "--startup-seconds", "30").exit_code == 0
+    (bench.folder / "taken").touch()
+    done = bench("pull", "quick-1", "--into", "taken")
+    assert (done.exit_code, "taken" in done.stderr, "fault of dflashctl" in done.stderr) == (8, True, False)
+
+
 @pytest.mark.parametrize(("source", "says"), [("nothing", "neither a file nor a folder"), ("hollow", "holds no file")])
 def test_a_source_that_is_none(bench, source: str, says: str) -> None:
     (bench.folder / "hollow").mkdir()
