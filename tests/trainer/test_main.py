@@ -166,6 +166,44 @@ def test_a_run_started_again_goes_on_from_its_own_earlier_checkpoint(tiny_run: A
     assert sorted(found.name for found in (folder / "checkpoints.1").iterdir()) == ["latest", "step-2", "step-4"]
 
 
+@pytest.mark.usefixtures("_handlers_restored")
+def test_starts_that_die_before_they_save_do_not_lose_what_an_earlier_one_saved(tiny_run: Any, tmp_path: Path) -> None:
+    def killed(*_: Any) -> None:
+        raise TrainerError("killed")
+
+    def dies_in_save(number: int, run: dict[str, object]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            save = stop_in_call(number, trainer.drafter.Drafter.save, killed)
+            patch.setattr(trainer.drafter.Drafter, "save", save)
+            assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(run=run)))]) == 1
+
+    resumed: dict[str, object] = {"checkpoint_every": 2, "resume": str(tmp_path / "checkpoints" / "latest")}
+    dies_in_save(3, {"checkpoint_every": 2})
+    for _ in range(2):
+        assert trainer.__main__.main([str(write_config(tmp_path, "{"))]) == 3
+        assert (tmp_path / "checkpoints" / "latest").exists(), "a typo moves no checkpoint"
+    dies_in_save(1, resumed)
+    (tmp_path / "checkpoints" / ".step-6.partial").mkdir(parents=True)
+    for _ in range(2):
+        dies_in_save(1, resumed)
+    assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(run=resumed)))]) == 0
+    assert [event["step"] for event in events_of(tmp_path) if event["event"] == "step"] == [5, 6]
+
+
+def test_two_runs_do_not_work_in_one_folder(tiny_run: Any, tmp_path: Path, start: Start) -> None:
+    path = write_config(tmp_path, tiny_run.config(run={"steps": 1_000_000, "checkpoint_every": 1_000_000}))
+    process = start(["-m", "trainer", str(path)])
+    until_step(tmp_path, 1)
+    before = sorted(found.name for found in tmp_path.iterdir())
+    second = subprocess.run([sys.executable, "-m", "trainer", str(path)], capture_output=True, text=True, check=False)
+    assert (second.returncode, second.stderr) == (3, f"error: {tmp_path}: another run works in this folder\n")
+    assert sorted(found.name for found in tmp_path.iterdir()) == before
+    process.popen.kill()
+    process.popen.wait(ENDS_WITHIN_S)
+    write_config(tmp_path, tiny_run.config())
+    assert subprocess.run([sys.executable, "-m", "trainer", str(path)], capture_output=True, check=False).returncode == 0
+
+
 def stop_in_call(number: int, original: Any, stop: Any) -> Any:
     calls = itertools.count(1)
     return lambda *args: (stop if next(calls) == number else original)(*args)
