@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 import trainer.__main__
 import trainer.drafter
@@ -85,6 +87,10 @@ class Process:
         return self.popen.wait(ENDS_WITHIN_S), self._out.read_text(), self._err.read_text()
 
 
+def killed(*_: Any) -> None:
+    raise TrainerError("killed")
+
+
 Start = Callable[[list[str]], Process]
 
 
@@ -151,9 +157,6 @@ def test_a_run_started_again_goes_on_from_its_own_earlier_checkpoint(tiny_run: A
     folder.mkdir()
     checkpoint = folder / "checkpoints" / "latest"
 
-    def killed(*_: Any) -> None:
-        raise TrainerError("killed")
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.drafter.Drafter, "check_equal", stop_in_call(4, trainer.drafter.Drafter.check_equal, killed))
         assert trainer.__main__.main([str(write_config(folder, tiny_run.config(run={"checkpoint_every": 2})))]) == 1
@@ -168,9 +171,6 @@ def test_a_run_started_again_goes_on_from_its_own_earlier_checkpoint(tiny_run: A
 
 @pytest.mark.usefixtures("_handlers_restored")
 def test_starts_that_die_before_they_save_do_not_lose_what_an_earlier_one_saved(tiny_run: Any, tmp_path: Path) -> None:
-    def killed(*_: Any) -> None:
-        raise TrainerError("killed")
-
     def dies_in_save(number: int, run: dict[str, object]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             save = stop_in_call(number, trainer.drafter.Drafter.save, killed)
@@ -188,6 +188,25 @@ def test_starts_that_die_before_they_save_do_not_lose_what_an_earlier_one_saved(
         dies_in_save(1, resumed)
     assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(run=resumed)))]) == 0
     assert [event["step"] for event in events_of(tmp_path) if event["event"] == "step"] == [5, 6]
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+def test_a_training_state_without_its_tensors_is_one_sentence(
+    tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "checkpoints" / "step-4" / "training"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.drafter.Drafter, "check_equal", stop_in_call(4, trainer.drafter.Drafter.check_equal, killed))
+        assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(run={"checkpoint_every": 2})))]) == 1
+    save_file({}, state / "state.safetensors")
+    told = json.loads((state / "state.json").read_text())
+    (state / "state.json").write_text(json.dumps({key: told[key] for key in ("step", "trained_with")}))
+    capsys.readouterr()
+    path = write_config(tmp_path, tiny_run.config(run={"resume": str(state.parent)}))
+    assert trainer.__main__.main([str(path)]) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"error: run\.resume: \S+ in the training state must be float32 \[.*\], got nothing\n", err)
+    assert events_of(tmp_path)[-1]["event"] == "failed"
 
 
 def test_two_runs_do_not_work_in_one_folder(tiny_run: Any, tmp_path: Path, start: Start) -> None:
