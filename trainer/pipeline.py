@@ -245,7 +245,7 @@ class _Crew:
         self.mailbox = mailbox
         self._beat = beat
         self._beaten = self._moved = time.monotonic()
-        self._steps: list[int | None] = []
+        self._progress: list[tuple[int | None, int]] = []
         self.on_abort: Callable[[BaseException], None] = lambda _cause: None
         self._threads: dict[str, threading.Thread] = {}
         self._workers: dict[str, Worker] = {}
@@ -297,10 +297,10 @@ class _Crew:
             message = None
             with contextlib.suppress(queue.Empty):
                 message = self.mailbox.get(timeout=min(stall_s, HEARTBEAT_S))
-            steps = [worker.step for worker in self._workers.values()]
+            progress = [(worker.step, worker.moves) for worker in self._workers.values()]
             now = time.monotonic()
-            if message is not None or steps != self._steps:
-                self._steps, self._moved = steps, now
+            if message is not None or progress != self._progress:
+                self._progress, self._moved = progress, now
             if now - self._beaten >= HEARTBEAT_S:
                 self._beaten = now
                 self._beat(self._drafters_step(), now - self._moved)
