@@ -352,7 +352,10 @@ def test_a_configuration_that_cannot_be_read_and_a_wrong_call(tmp_path: Path, ca
 
 
 @pytest.mark.usefixtures("_handlers_restored")
-def test_a_signal_while_loading_stops_the_run(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["open_shards", "packing_waste"])
+def test_a_signal_while_loading_stops_the_run(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     release, loading = threading.Event(), []
 
     def slow(*_: Any) -> None:
@@ -361,7 +364,7 @@ def test_a_signal_while_loading_stops_the_run(tiny_run: Any, tmp_path: Path, mon
         release.wait(ENDS_WITHIN_S)
         raise TrainerError("released")
 
-    monkeypatch.setattr(trainer.pipeline, "open_shards", slow)
+    monkeypatch.setattr(trainer.pipeline, name, slow)
     monkeypatch.setattr(trainer.pipeline, "JOIN_S", 0.1)
     assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config()))]) == 143
     assert [event["event"] for event in events_of(tmp_path)] == ["started", "failed"]
