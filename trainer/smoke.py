@@ -122,9 +122,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _read(path: Path) -> TrainConfig:
     try:
-        return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
+    return TrainConfig.from_json(path, text)
 
 
 if __name__ == "__main__":

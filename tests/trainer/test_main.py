@@ -283,6 +283,10 @@ def bad_inputs(tiny_run: Any, name: str) -> tuple[object, str]:
     """A configuration that is refused, and what the sentence says."""
     return {
         "json": ("{", "config.json is not JSON"),
+        "nested": ("[" * 100_000, "config.json is nested too deeply"),
+        "number": (tiny_run.config(optim={"lr": 10**400}), "optim.lr must be a number, got 1000"),
+        "no path": (tiny_run.config(run={"root": "\0"}), "run.root must be text of characters that a path can have"),
+        "long path": (tiny_run.config(run={"resume": "a/" * 2500}), "run.resume must be at most 1024 characters, got 5000"),
         "unknown key": (tiny_run.config(run={"step": 3}), "run: unknown key 'step'; did you mean 'steps'?"),
         "graphs": (tiny_run.config(pipeline={"graphs": "threadwarm"}), "pipeline.graphs must be none on cpu, got threadwarm"),
         "gpus": (
@@ -301,7 +305,22 @@ def bad_inputs(tiny_run: Any, name: str) -> tuple[object, str]:
 @pytest.mark.usefixtures("_handlers_restored")
 @pytest.mark.parametrize(
     "name",
-    ["json", "unknown key", "graphs", "gpus", "no data", "long document", "no target", "layers", "mask token", "vocabulary"],
+    [
+        "json",
+        "nested",
+        "number",
+        "no path",
+        "long path",
+        "unknown key",
+        "graphs",
+        "gpus",
+        "no data",
+        "long document",
+        "no target",
+        "layers",
+        "mask token",
+        "vocabulary",
+    ],
 )
 def test_bad_input_is_one_sentence_and_3(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     config, text = bad_inputs(tiny_run, name)

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -70,18 +71,19 @@ def bad_inputs(tiny_run, folder):
     foreign = tiny_run.config(data={"path": "nowhere"})
     return {
         "none": (folder / "none.json", "none.json cannot be used", 3),
+        "nested": ("[" * 100_000, "none.json is nested too deeply", 3),
         "unknown key": (tiny_run.config(run={"step": 3}), "run: unknown key 'step'; did you mean 'steps'?", 3),
         "no data": (foreign, "nowhere: no token shards here", 3),
         "no target": (tiny_run.config(target={"path": "nowhere"}), "target.path must be a folder or a hub id", 3),
     }
 
 
-@pytest.mark.parametrize("name", ["none", "unknown key", "no data", "no target"])
+@pytest.mark.parametrize("name", ["none", "nested", "unknown key", "no data", "no target"])
 def test_what_the_user_can_mend_is_one_sentence_and_still_a_document(tiny_run, tmp_path, capsys, name):
     given, text, code = bad_inputs(tiny_run, tmp_path)[name]
     path = tmp_path / "none.json"
-    if isinstance(given, dict):
-        path.write_text(json.dumps(given))
+    if not isinstance(given, Path):
+        path.write_text(given if isinstance(given, str) else json.dumps(given))
     assert main([str(path)]) == code
     out, err = capsys.readouterr()
     assert text in err
