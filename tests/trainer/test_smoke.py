@@ -1,6 +1,8 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,21 @@ import trainer.drafter
 import trainer.smoke
 from trainer.errors import NonFiniteError
 from trainer.smoke import main
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import trainer.drafter, trainer.pipeline, trainer.smoke
+from trainer.__main__ import leave
+
+def interrupted(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+
+trainer.pipeline.JOIN_S = 0.1
+owner = trainer.pipeline if "STAGE" == "load_target" else trainer.drafter
+owner.STAGE = interrupted
+leave(trainer.smoke.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
@@ -119,6 +136,16 @@ def test_what_a_run_goes_on_from_does_not_stand_in_the_way(tiny_run, tmp_path, c
 def test_nothing_is_saved(written, capsys, monkeypatch):
     monkeypatch.setattr(trainer.drafter, "save_checkpoint", lambda *_: pytest.fail("a checkpoint was written"))
     assert verdict_of(written, capsys)[0] == 0
+
+
+@pytest.mark.parametrize("stage", ["load_target", "blocks_loss"])
+def test_ctrl_c_is_130_and_still_a_document(tiny_run, tmp_path, stage):
+    path, driver = tmp_path / "config.json", tmp_path / "driver.py"
+    path.write_text(json.dumps(tiny_run.config()))
+    driver.write_text(INTERRUPTED.replace("STAGE", stage))
+    done = subprocess.run([sys.executable, str(driver), str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+    assert json.loads(done.stdout) == {"schema": 1, "go": False, "reasons": ["stopped"]}
 
 
 def test_a_wrong_call_is_2(capsys):
