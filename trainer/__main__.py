@@ -1,12 +1,13 @@
 """`python -m trainer CONFIG.json`: one training run; its folder is the one that holds CONFIG.json.
 
 Writes events.jsonl and checkpoints/ there and a line an interval to stdout; those of an earlier start are moved aside, as
-events.1.jsonl and checkpoints.1, or the next number, where `run.resume` still finds them. Exit code 0: all steps are done. A
-user's error is one sentence on stderr and its own code; anything else a traceback and 1; a signal 128 + its number. The only
-place that exits, sets up logging or handles signals.
+events.1.jsonl and checkpoints.1, or the next number, where `run.resume` still finds them. One process at a time works there.
+Exit code 0: all steps are done. A user's error is one sentence on stderr and its own code; anything else a traceback and 1; a
+signal 128 + its number. The only place that exits, sets up logging or handles signals.
 """
 
 import contextlib
+import fcntl
 import itertools
 import logging
 import os
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,46 +63,75 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
+    with contextlib.ExitStack() as held:
+        try:
+            text = path.read_text(encoding="utf-8")
+            held.enter_context(_alone_in(path.parent))
+            number = _free_number(path.parent)
+            _set_aside(path.parent / "events.jsonl", number)
+            log = held.enter_context(contextlib.closing(events.EventLog(path.parent / "events.jsonl")))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be used: {error}") from None
+        try:
+            _train(path, text, number, log, mailbox)
+        except BaseException as error:
+            with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
+                log.write(events.FAILED, error=f"{error}", worker=None, step=None)  # unless the pipeline has done so
+            raise
+
+
+def _train(path: Path, text: str, number: int, log: events.EventLog, mailbox: "queue.SimpleQueue[Any]") -> None:
+    config = TrainConfig.from_json(path, text)  # first, so that a typo leaves the checkpoints where they are
+    checkpoints = path.parent / "checkpoints"
     try:
-        text = path.read_text(encoding="utf-8")
-        aside = _set_aside(path.parent)
-        log = events.EventLog(path.parent / "events.jsonl")
-    except (OSError, UnicodeDecodeError) as error:
+        for half in checkpoints.glob(".step-*"):  # what a killed save has left
+            shutil.rmtree(half, ignore_errors=True)
+        _set_aside(checkpoints, number)
+        _follow(config.run, checkpoints)
+    except OSError as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
+    from trainer import pipeline  # imports torch: seconds that a mistyped configuration need not wait for
+
+    pipeline.train(config, path.parent, log, mailbox)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold `folder` against other runs, until this process dies at the latest; raises ConfigError if one holds it, OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        config = TrainConfig.from_json(path, text)
-        _follow(config.run, path.parent / "checkpoints", aside)
-        from trainer import pipeline  # imports torch: seconds that a mistyped configuration need not wait for
-
-        pipeline.train(config, path.parent, log, mailbox)
-    except BaseException as error:
-        with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
-            log.write(events.FAILED, error=f"{error}", worker=None, step=None)  # unless the pipeline has done so
-        raise
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
     finally:
-        log.close()
+        os.close(descriptor)
 
 
-def _set_aside(folder: Path) -> Path:
-    """Keep what an earlier start left, under the first number that is free for both; returns where its checkpoints are now.
-
-    Raises OSError. What a killed save has left half written goes.
-    """
-    for path in (folder / "checkpoints").glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
-    left = [(folder / "events.jsonl", "events.{}.jsonl"), (folder / "checkpoints", "checkpoints.{}")]
-    number = next(n for n in itertools.count(1) if not any((folder / name.format(n)).exists() for _, name in left))
-    for path, name in left:
-        if path.exists():
-            path.rename(folder / name.format(number))
-    return folder / f"checkpoints.{number}"
+def _free_number(folder: Path) -> int:
+    """The first under which nothing of an earlier start is kept."""
+    names = ("events.{}.jsonl", "checkpoints.{}")
+    return next(n for n in itertools.count(1) if not any((folder / name.format(n)).exists() for name in names))
 
 
-def _follow(run: RunConfig, checkpoints: Path, aside: Path) -> None:
-    """Let `run.resume` name a checkpoint of the earlier start where it is now."""
+def _set_aside(path: Path, number: int) -> None:
+    """Keep what an earlier start left, if it did; raises OSError."""
+    if path.exists():
+        path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
+
+
+def _follow(run: RunConfig, checkpoints: Path) -> None:
+    """Let `run.resume` name a checkpoint of an earlier start where it is now: the last start that had it counts."""
     given = (Path(run.root) / (run.resume or "")).resolve()
-    if run.resume and given.is_relative_to(checkpoints.resolve()):
-        run.resume = str(aside.resolve() / given.relative_to(checkpoints.resolve()))
+    if not run.resume or not given.is_relative_to(checkpoints.resolve()):
+        return
+    name = given.relative_to(checkpoints.resolve())
+    numbers = (path.suffix.removeprefix(".") for path in checkpoints.parent.glob("checkpoints.*"))
+    for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
+        aside = checkpoints.with_name(f"checkpoints.{number}").resolve() / name
+        if aside.exists():
+            run.resume = str(aside)
+            return
 
 
 def leave(code: int) -> None:

@@ -74,7 +74,8 @@ def _median_s(work: Callable[[], object]) -> float:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train for `--steps` steps; rates are of the last ones, from the first log line on."""
+    """Train for `--steps` steps; rates are of the last ones, from the first log line on. Raises TrainerError."""
+    log_every = arguments.log_every or max(1, arguments.steps // 4)
     config = TrainConfig.from_dict(
         {
             "target": {"path": arguments.shape, "dtype": arguments.dtype},
@@ -94,12 +95,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             },
             "run": {
                 "steps": arguments.steps,
-                "log_every": arguments.log_every or max(1, arguments.steps // 4),
+                "log_every": log_every,
                 "checkpoint_every": arguments.steps,
                 "root": arguments.root,
             },
         }
     )
+    if arguments.steps <= log_every:
+        raise ConfigError(
+            f"--steps must be more than --log-every ({log_every}), got {arguments.steps}: "
+            "rates are of what follows the first log line"
+        )
     with tempfile.TemporaryDirectory() as folder:
         log = events.EventLog(Path(folder) / "events.jsonl")
         load = loader(arguments.shape, (arguments.row_tokens, arguments.row_tokens))

@@ -179,8 +179,7 @@ def check_made_for(folder: Path, config: Mapping[str, Any], is_for: tuple[int, i
 def checkpoint_digest(folder: Path) -> str:
     """SHA-256 of the drafter's tensors, which tells a checkpoint from others; raises CheckpointError."""
     try:
-        with (folder / "model.safetensors").open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(folder / "model.safetensors")
     except OSError as error:
         raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
 
@@ -197,16 +196,33 @@ def load_training_state(folder: Path, expected: Mapping[str, Any]) -> TrainingSt
     try:
         told = json.loads((path / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "state.safetensors")
+        digest = _sha256(path / "state.safetensors")
         step, before = told["step"], dict(told["trained_with"])
+        kept = told.get("sha256", digest)  # states of before have none
     except OSError as error:
         raise CheckpointError(
             f"run.resume {folder}: nothing to resume from, only the newest checkpoint of an unfinished run has it: {error}"
         ) from None
-    except (ValueError, SafetensorError, LookupError, TypeError) as error:
+    except (ValueError, SafetensorError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"run.resume {folder}: the training state cannot be read: {error}") from None
+    if kept != digest:
+        raise CheckpointError(
+            f"run.resume {folder}: the training state is damaged: the SHA-256 of state.safetensors must be {kept}, got {digest}"
+        )
     state = TrainingState(step=step, tensors=tensors, trained_with=before)
     check_trained_as(folder, state, expected)
+    _check_step(folder, state, expected.get("run.steps"))
     return state
+
+
+def _check_step(folder: Path, state: TrainingState, steps: int | None) -> None:
+    """What is not done yet, and what the folder's name tells, wherever `latest` points."""
+    named = step_of(folder.resolve())
+    allowed = f"{named}, as its folder says" if named is not None else f"1..{steps - 1}" if steps else "at least 1"
+    step = state.step
+    possible = type(step) is int and step >= 1 and (steps is None or step < steps)
+    if not possible or (named is not None and step != named):
+        raise CheckpointError(f"run.resume {folder}: step in state.json must be {allowed}, got {step!r}")
 
 
 def check_trained_as(folder: Path, state: TrainingState, expected: Mapping[str, Any]) -> None:
@@ -224,7 +240,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     inner = config.get("dflash_config") if isinstance(config, dict) else None
     for key, place in [*((key, config) for key in _KEYS), *((key, inner) for key in _DFLASH_KEYS)]:
@@ -323,10 +339,15 @@ def _write_files(folder: Path, tensors: dict[str, Tensor], spec: DraftSpec, info
 
 
 def _write_state(folder: Path, state: TrainingState) -> None:
-    told = {"step": state.step, "trained_with": state.trained_with}
-    (folder / "state.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in state.tensors.items()}
     save_file(tensors, folder / "state.safetensors")
+    told = {"step": state.step, "sha256": _sha256(folder / "state.safetensors"), "trained_with": state.trained_with}
+    (folder / "state.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _remove_older(folder: Path, newest: int, keep: int | None) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import types
 import typing
 import urllib.parse
@@ -27,6 +28,12 @@ LossLabels = Literal["tokens", "logits"]
 
 DEFAULT_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """Loss decay by block size (SpecForge, paper); other sizes use 0.45 * block_size, which passes near all three."""
+
+
+_LONGEST_TEXT = 1024
+"""Characters; two of them, joined, still are a path."""
+_LONGEST_NAME = 255
+"""Bytes of a file's name, on Linux."""
 
 
 def _bounds(
@@ -61,13 +68,13 @@ class DraftConfig:
     """Tapped layers, 0-based: id k is the output of layer k. None: as many as `num_layers`, spread from 1 to L-3."""
     mask_token_id: int | None = field(default=None, metadata=_bounds(0))
     """Embedding row of slots 1..K-1. None: the first row without a token, else an unused control token."""
-    intermediate_size: int | None = field(default=None, metadata=_bounds(1))
+    intermediate_size: int | None = field(default=None, metadata=_bounds(1, 1 << 20))
     """Width of the MLP."""
-    num_attention_heads: int | None = field(default=None, metadata=_bounds(1))
+    num_attention_heads: int | None = field(default=None, metadata=_bounds(1, 1024))
     """Query heads."""
-    num_key_value_heads: int | None = field(default=None, metadata=_bounds(1))
+    num_key_value_heads: int | None = field(default=None, metadata=_bounds(1, 1024))
     """Key and value heads."""
-    head_dim: int | None = field(default=None, metadata=_bounds(2))
+    head_dim: int | None = field(default=None, metadata=_bounds(2, 1024))
     """Width of a head."""
     layer_types: list[LayerType] | None = None
     """full_attention or sliding_attention for each layer; a sliding one is causal inside a block. None: all full."""
@@ -232,6 +239,8 @@ class TrainConfig:
             data = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"{path} is not JSON: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{path} is nested too deeply") from None
         return cls.from_dict(data)
 
     def to_dict(self) -> dict[str, Any]:
@@ -334,7 +343,7 @@ def _refuse_unknown(where: str, given: Mapping[str, object], known: Mapping[str,
 
 
 def _value(where: str, hint: Any, value: object) -> object:
-    """`value` as the annotated type; an int passes for a float, nothing else is converted."""
+    """`value` as the annotated type; an int passes for a float that can hold it, nothing else is converted."""
     allowed = [hint] if not isinstance(hint, types.UnionType) else [a for a in hint.__args__ if a is not types.NoneType]
     optional = isinstance(hint, types.UnionType) and types.NoneType in hint.__args__
     if value is None and optional:
@@ -348,12 +357,24 @@ def _value(where: str, hint: Any, value: object) -> object:
         if not isinstance(value, list):
             raise ConfigError(f"{where} must be a list, got {_shown(value)}")
         return [_value(f"{where}[{i}]", typing.get_args(kind)[0], item) for i, item in enumerate(value)]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1023:
         return float(value)
     if type(value) is not kind:
         words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
         raise ConfigError(f"{where} must be {words[kind]}, got {_shown(value)}")
+    if isinstance(value, str):
+        _check_text(where, value)
     return value
+
+
+def _check_text(where: str, text: str) -> None:
+    """Most text becomes part of a path: refuse what no file system takes."""
+    if len(text) > _LONGEST_TEXT:
+        raise ConfigError(f"{where} must be at most {_LONGEST_TEXT} characters, got {len(text)}: {_shown(text)}")
+    if re.search("[\0\ud800-\udfff]", text):
+        raise ConfigError(f"{where} must be text of characters that a path can have, got {_shown(text)}")
+    if any(len(name.encode()) > _LONGEST_NAME for name in text.split("/")):
+        raise ConfigError(f"{where} must have names of at most {_LONGEST_NAME} bytes between its slashes, got {_shown(text)}")
 
 
 def _check_range(where: str, value: object, bounds: Mapping[str, Any]) -> None:

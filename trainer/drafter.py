@@ -146,11 +146,13 @@ class Drafter:
         if self._device.type == "cpu":
             self._check_finite()
 
-    def validate(self, done: int) -> Validated:
-        """Look at the held-out batches, which target 0 sends after the batches of step `done`; waits for the device."""
-        for _ in range(self._config.run.validate_batches):
-            with self._next_slot(0) as slot:
-                self._run_look[id(slot)]()
+    def look(self) -> None:
+        """Look at the next of the held-out batches, which target 0 sends after the batches of the last step."""
+        with self._next_slot(0) as slot:
+            self._run_look[id(slot)]()
+
+    def validated(self, done: int) -> Validated:
+        """What the looks since the last call have seen; waits for the device."""
         return Validated(done, self._held_out.read())
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import TrainConfig
-from trainer.errors import NonFiniteError
+from trainer.errors import CheckpointError, NonFiniteError
 
 _FINE = -1
 _MUON_MOMENTUM = 0.95
@@ -62,15 +62,18 @@ class DraftOptimizer:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from the `state_tensors` of an equal drafter; what exists stays at its address."""
-        for key, value in tensors.items():
-            kind, _, name = key.partition("/")
-            parameter = self._named[name]
-            if kind == "parameter":
-                parameter.copy_(value)
-            else:
-                held = self._state(parameter)
-                held[kind] = held[kind].copy_(value) if kind in held else value.to(parameter.device, copy=True)
+        """Go on from the `state_tensors` of an equal drafter, at the same addresses.
+
+        A step has been taken, if only a held one: before it there are no statistics. Raises CheckpointError, and changes
+        nothing, if there is any other tensor than an equal drafter's.
+        """
+        own = self.state_tensors()
+        for key in sorted(own.keys() | tensors.keys()):
+            allowed, got = _looks(own.get(key)), _looks(tensors.get(key))
+            if allowed != got:
+                raise CheckpointError(f"run.resume: {key} in the training state must be {allowed}, got {got}")
+        for key, tensor in own.items():
+            tensor.copy_(tensors[key])
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self._adamw.state[parameter]
@@ -163,6 +166,10 @@ class _Muon:
         """Statistics of a parameter."""
         state: dict[str, Tensor] = self._muon.state[self._steps[parameter]]
         return state
+
+
+def _looks(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _flat_gradient(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -6,6 +6,7 @@ and are not looked at.
 """
 
 import contextlib
+import dataclasses
 import functools
 import queue
 import sys
@@ -21,11 +22,11 @@ from trainer.checkpoint import TrainingState, check_trained_as, load_training_st
 from trainer.config import TrainConfig
 from trainer.dataset import Shards, check_fits, open_shards
 from trainer.drafter import Drafter, DraftParts
-from trainer.errors import ConfigError, TrainerError, WorkerError
+from trainer.errors import ConfigError, TrainerError, WorkerError, sentence
 from trainer.events import EventLog
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo, build_draft, resolve_draft
 from trainer.model.target import TargetModel, load_target, load_tokenizer, resolve_mask_token_id, tokenizer_digest
-from trainer.packing import batches
+from trainer.packing import batches, packing_waste
 from trainer.report import Reporter
 from trainer.wiring import (
     STALL_S,
@@ -69,6 +70,8 @@ class Loaded:
     """Embedding and head by drafter device."""
     resumed: TrainingState | None = None
     """What an earlier run left to go on from."""
+    packing_waste: float | None = None
+    """The share of an epoch that is padding; `train` adds it."""
 
     @property
     def spec(self) -> DraftSpec:
@@ -99,8 +102,9 @@ def train(
     reporter.started()
     try:
         _check_devices(config)
-        loaded = crew.load(lambda: _settled((load or load_all)(config)))
-        reporter.loaded(loaded.spec, loaded.shards)
+        loaded = crew.load(lambda: _completed(config, (load or load_all)(config)))
+        assert loaded.packing_waste is not None
+        reporter.loaded(loaded.spec, loaded.shards, loaded.packing_waste)
         first_step = loaded.resumed.step if loaded.resumed else 0
         wiring = wire(config, on_open=lambda: _open(crew, reporter, wiring, loaded), first_step=first_step)
         crew.on_abort = wiring.abort
@@ -112,7 +116,7 @@ def train(
         worker, step = crew.place_of(error)
         try:
             with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
-                reporter.failed(_sentence(error), worker, step)
+                reporter.failed(sentence(error), worker, step)
         finally:
             crew.abort(error)
         raise
@@ -139,12 +143,13 @@ def _check_devices(config: TrainConfig) -> None:
         )
 
 
-def _settled(loaded: Loaded) -> Loaded:
-    """Once the GPUs have finished copying: workers read on streams of their own."""
+def _completed(config: TrainConfig, loaded: Loaded) -> Loaded:
+    """With what takes time to count, once the GPUs have finished copying: workers read on streams of their own."""
+    waste = packing_waste(loaded.shards.lengths, config)
     for device in {*loaded.targets, *loaded.ends}:
         if device != "cpu":
             torch.cuda.synchronize(device)
-    return loaded
+    return dataclasses.replace(loaded, packing_waste=waste)
 
 
 def load_all(config: TrainConfig) -> Loaded:
@@ -234,10 +239,6 @@ def _report(reporter: Reporter, message: Message) -> None:
             reporter.saved(message)
 
 
-def _sentence(error: BaseException) -> str:
-    return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
-
-
 class _Crew:
     """The worker threads of a run, and what they say."""
 
@@ -245,7 +246,7 @@ class _Crew:
         self.mailbox = mailbox
         self._beat = beat
         self._beaten = self._moved = time.monotonic()
-        self._steps: list[int | None] = []
+        self._progress: list[tuple[int | None, int]] = []
         self.on_abort: Callable[[BaseException], None] = lambda _cause: None
         self._threads: dict[str, threading.Thread] = {}
         self._workers: dict[str, Worker] = {}
@@ -297,10 +298,10 @@ class _Crew:
             message = None
             with contextlib.suppress(queue.Empty):
                 message = self.mailbox.get(timeout=min(stall_s, HEARTBEAT_S))
-            steps = [worker.step for worker in self._workers.values()]
+            progress = [(worker.step, worker.moves) for worker in self._workers.values()]
             now = time.monotonic()
-            if message is not None or steps != self._steps:
-                self._steps, self._moved = steps, now
+            if message is not None or progress != self._progress:
+                self._progress, self._moved = progress, now
             if now - self._beaten >= HEARTBEAT_S:
                 self._beaten = now
                 self._beat(self._drafters_step(), now - self._moved)

@@ -4,6 +4,7 @@ Everything is read from counters that the workers, torch and its allocator keep 
 belongs to the supervisor's thread; it runs one thread of its own, `sleeper`, which only sleeps and looks how late it wakes.
 """
 
+import collections
 import json
 import sys
 import threading
@@ -45,10 +46,10 @@ class Proof:
         self._counted = {name: _counted(facts) for name, facts in self._wiring.facts.items()}
 
     def read(self, *, steps: int, context_tokens: int, draft_tokens: float) -> dict[str, Any]:
-        """The proof; steps and tokens are those since the last `mark`."""
+        """The proof; steps and tokens are those since the last `mark`. Rates of no steps are not known."""
         seconds = time.monotonic() - self._since
         num_batches = steps * len(self._config.pipeline.drafter_devices)
-        tflops = {name: self._tflops(name, num_batches, seconds) for name in self._wiring.facts}
+        tflops = {name: self._tflops(name, num_batches, seconds) for name in self._wiring.facts} if steps else {}
         waited = waits(self._wiring).shares_since(self._waits)
         return {
             "captures_before_gate": self._captures,
@@ -57,9 +58,9 @@ class Proof:
             "stages": {name: self._stage(name, facts, waited[name]) for name, facts in self._wiring.facts.items()},
             "gpus": {device: self._gpu(device, tflops) for device in self._memory},
             "channel_depths": {c.name: c.statistics().depth for c in self._wiring.channels},
-            "steps_per_s": steps / seconds,
-            "context_tokens_per_s": context_tokens / seconds,
-            "draft_tokens_per_s": draft_tokens / seconds,
+            "steps_per_s": steps / seconds if steps else None,
+            "context_tokens_per_s": context_tokens / seconds if steps else None,
+            "draft_tokens_per_s": draft_tokens / seconds if steps else None,
             "sleeper_p99_ms": self._sleeper.late_p99_ms(),
         }
 
@@ -83,7 +84,7 @@ class Proof:
 
     def _gpu(self, device: str, tflops: Mapping[str, float]) -> dict[str, Any]:
         stats, before = _allocations(device), self._memory[device]
-        here = sum(tflops[name] for name, facts in self._wiring.facts.items() if facts.device == device)
+        here = sum(tflops[name] for name, facts in self._wiring.facts.items() if facts.device == device) if tflops else None
         ceiling = _ceiling(Path(self._config.run.root))
         return {
             "device_allocs_after_gate": stats["allocs"] - before["allocs"],
@@ -91,7 +92,7 @@ class Proof:
             "reserved_gib": stats["reserved"] / GIB,
             "peak_gib": stats["peak"] / GIB,
             "tflops": here,
-            "ceiling_share": here / ceiling if ceiling else None,
+            "ceiling_share": here / ceiling if here is not None and ceiling else None,
         }
 
     def _tflops(self, name: str, num_batches: int, seconds: float) -> float:
@@ -161,9 +162,10 @@ class _Sleeper:
     """Sleeps 1 ms again and again: waking late means that somebody holds the interpreter or the cores."""
 
     _PAUSE_S = 0.02
+    _KEPT = 5000
 
     def __init__(self) -> None:
-        self._late_ms: list[float] = []
+        self._late_ms: collections.deque[float] = collections.deque(maxlen=self._KEPT)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sleeper", daemon=True)
         self._thread.start()
@@ -173,7 +175,7 @@ class _Sleeper:
         self._thread.join(1.0)
 
     def late_p99_ms(self) -> float | None:
-        late = sorted(self._late_ms[-5000:])
+        late = sorted(self._late_ms)
         return late[int(0.99 * len(late))] if late else None
 
     def _run(self) -> None:

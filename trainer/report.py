@@ -19,7 +19,6 @@ from trainer.dataset import Shards
 from trainer.events import EventLog
 from trainer.metrics import Totals
 from trainer.model.draft import DraftModel, DraftSpec, TargetInfo
-from trainer.packing import packing_waste
 from trainer.proof import Proof, Waits, waits
 from trainer.wiring import Saved, StepReport, Validated, Wiring
 
@@ -72,11 +71,10 @@ class Reporter:
         self._events.write(events.STARTED, versions=versions, devices=devices, config_digest=digest[:16], config=config)
         log.info("loading the target model %s and the data %s", self._config.target.path, self._config.data.path)
 
-    def loaded(self, spec: DraftSpec, shards: Shards) -> None:
-        """Target and data are in memory."""
+    def loaded(self, spec: DraftSpec, shards: Shards, waste: float) -> None:
+        """Target and data are in memory; `waste` is the share of an epoch that is padding."""
         with torch.device("meta"):
             num_parameters = sum(p.numel() for p in DraftModel(spec).parameters())
-        waste = packing_waste(shards.lengths, self._config)
         self._loaded = {
             "draft_parameters": num_parameters,
             "target_layer_ids": list(spec.target_layer_ids),

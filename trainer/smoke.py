@@ -2,12 +2,13 @@
 
 Prints one JSON document: go or no-go with the reasons, the first step against later ones, peak memory, and how far the losses
 are from those of an eager loop. Exit code 0 is go, 1 no-go; what the user can mend is a no-go too, with the sentence on stderr
-and the code that `python -m trainer` has for it. Nothing is left behind.
+and the code that `python -m trainer` has for it, and so is Ctrl-C, with 130. Nothing is left behind.
 """
 
 import dataclasses
 import gc
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -111,20 +112,25 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         sys.stderr.write("usage: python -m trainer.smoke CONFIG.json\n")
         return 2
+    logging.getLogger("trainer").addHandler(logging.NullHandler())  # else Python shows errors that are told below
     try:
         verdict, code = smoke(_read(Path(argv[0]))), 1
     except TrainerError as error:
         sys.stderr.write(f"error: {error}\n")
         verdict, code = _no_go(str(error)), error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        verdict, code = _no_go("stopped"), 130
     sys.stdout.write(json.dumps(verdict) + "\n")
     return 0 if verdict["go"] else code
 
 
 def _read(path: Path) -> TrainConfig:
     try:
-        return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
+    return TrainConfig.from_json(path, text)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ class Worker:
     mailbox: Mailbox
     step: int | None = None
     """The step that its current batch belongs to, counted from 1."""
+    moves: int = 0
+    """Raised with whatever it gets done beside steps: a long start or validation is no stall."""
 
 
 def run_worker(worker: Worker, body: Callable[[Worker], None]) -> None:

@@ -57,6 +57,7 @@ def target_forward_loop(worker: Worker, wiring: Wiring, rank: int, target: Targe
 
     with wiring.captured.turn(worker.name, timeout_s=STALL_S):
         forward = TargetForward(wiring, rank, target)
+    worker.moves += 1
     wiring.captured.pass_through(worker.name, timeout_s=STALL_S)
     forward.connect()
     for _ in range(wiring.dry_batches // len(wiring.batches)):
@@ -81,8 +82,10 @@ def drafter_train_loop(worker: Worker, wiring: Wiring, rank: int, make: Callable
     run = wiring.config.run
     with wiring.captured.turn(worker.name, timeout_s=STALL_S):
         drafter = make()
+    worker.moves += 1
     wiring.captured.pass_through(worker.name, timeout_s=STALL_S)
     drafter.connect()
+    worker.moves += 1
     wiring.gate.pass_through(worker.name, timeout_s=STALL_S)
     for step in range(wiring.first_step, run.steps):
         worker.step = done = step + 1
@@ -91,7 +94,10 @@ def drafter_train_loop(worker: Worker, wiring: Wiring, rank: int, make: Callable
         if wiring.config.logs_after(done):
             worker.mailbox.put(drafter.report(done))
         if rank == 0 and wiring.config.validates_after(done):
-            worker.mailbox.put(drafter.validate(done))
+            for _ in range(run.validate_batches):
+                drafter.look()
+                worker.moves += 1
+            worker.mailbox.put(drafter.validated(done))
         if last or done % run.checkpoint_every == 0:
             drafter.check_equal()
             if rank == 0 and (path := drafter.save(done)) is not None:

@@ -29,6 +29,14 @@ def test_a_run_is_measured_and_told_as_one_document():
     [
         (["run", "--rows", "0"], "error: batch.rows must be 1..4096, got 0"),
         (["run", "--targets", "gpu"], "error: pipeline.target_devices must hold 'cpu' or 'cuda:N', got 'gpu'"),
+        (
+            ["run", "--steps", "4", "--log-every", "4"],
+            "error: --steps must be more than --log-every (4), got 4: rates are of what follows the first log line",
+        ),
+        (
+            ["run", "--steps", "1"],
+            "error: --steps must be more than --log-every (1), got 1: rates are of what follows the first log line",
+        ),
         (["ceiling"], "error: ceiling: needs a GPU, and torch sees none here"),
     ],
 )

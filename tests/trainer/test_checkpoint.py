@@ -2,6 +2,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -301,6 +302,72 @@ def test_a_damaged_training_state_is_one_sentence(model, target_info, tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="the training state cannot be read"):
         load_training_state(folder, {})
-    (folder / "training" / "state.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="the training state cannot be read"):
+    for text in ("[]", "[" * 100_000):
+        (folder / "training" / "state.json").write_text(text)
+        with pytest.raises(CheckpointError, match="the training state cannot be read"):
+            load_training_state(folder, {})
+
+
+def test_tensors_that_are_not_those_that_were_saved_are_refused(model, target_info, tmp_path):
+    folder = save_checkpoint(tmp_path, 1, Staging(model), target_info, state_of(DraftOptimizer(model, CONFIG), 1))
+    path = folder / "training" / "state.safetensors"
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"damaged: the SHA-256 of state\.safetensors must be \w{64}, got \w{64}$"):
         load_training_state(folder, {})
+
+
+@pytest.mark.parametrize(
+    ("step", "expected", "sentence"),
+    [
+        (2, {}, "3, as its folder says, got 2"),
+        (True, {}, "3, as its folder says, got True"),
+        ("3", {}, "3, as its folder says, got '3'"),
+        (None, {}, "3, as its folder says, got None"),
+        (3, {"run.steps": 3}, "1..2, got 3"),
+        (100, {"run.steps": 6}, "1..5, got 100"),
+        (0, {}, "at least 1, got 0"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused(model, target_info, tmp_path, step, expected, sentence):
+    folder = save_checkpoint(tmp_path, 3, Staging(model), target_info, state_of(DraftOptimizer(model, CONFIG), 3))
+    if not sentence.startswith("3"):
+        folder = folder.rename(tmp_path / "mine")
+    path = folder / "training" / "state.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"step": step, "trained_with": expected}))
+    with pytest.raises(CheckpointError) as caught:
+        load_training_state(folder, expected)
+    assert str(caught.value) == f"run.resume {folder}: step in state.json must be {sentence}"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_only_the_tensors_of_an_equal_drafter_are_gone_on_with(make_spec, make_drafter, optimizer):
+    config = TrainConfig.from_dict(CONFIG.to_dict() | {"optim": {"optimizer": optimizer}})
+    donor, model = (make_drafter(make_spec(), seed) for seed in (0, 1))
+    trained, fresh = DraftOptimizer(donor, config), DraftOptimizer(model, config)
+    train(donor, trained, range(2))
+    fresh.hold(True)
+    train(model, fresh, range(1))
+    good = trained.state_tensors()
+    before = {name: tensor.clone() for name, tensor in fresh.state_tensors().items()}
+    statistic = "exp_avg/norm.weight" if optimizer == "adamw" else "momentum_buffer/fc.weight"
+    shape = list(good[statistic].shape)
+    for tensors, sentence in (
+        ({}, "in the training state must be float32"),
+        (
+            {k: v for k, v in good.items() if k != "parameter/fc.weight"},
+            "parameter/fc.weight .* must be float32 .*, got nothing",
+        ),
+        ({k: v for k, v in good.items() if k != statistic}, f"{statistic} .* must be float32 .*, got nothing"),
+        (good | {"parameter/extra": torch.ones(1)}, r"parameter/extra .* must be nothing, got float32 \[1\]"),
+        (good | {"exp_avg": torch.ones(1)}, r"exp_avg in the training state must be nothing, got float32 \[1\]"),
+        (good | {statistic: torch.ones(7)}, rf"{statistic} .* must be float32 {re.escape(str(shape))}, got float32 \[7\]"),
+        (good | {statistic: good[statistic].double()}, f"{statistic} .* must be float32 .*, got float64"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            fresh.load_state_tensors(tensors)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_tensors().items())
+    fresh.load_state_tensors(good)
+    assert all(torch.equal(tensor, good[name]) for name, tensor in fresh.state_tensors().items())

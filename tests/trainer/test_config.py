@@ -1,6 +1,7 @@
 """A typo in a configuration fails with one sentence: where, what, allowed, got."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,16 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("prepare.rows", 0, "prepare.rows must be at least 1, got 0"),
         ("run.keep_checkpoints", 0, "run.keep_checkpoints must be at least 1, got 0"),
         ("prepare.max_tokens", 4000, "prepare.max_tokens must be at most batch.row_tokens (3072), got 4000"),
+        ("draft.intermediate_size", 10**12, "draft.intermediate_size must be 1..1048576, got 1000000000000"),
+        ("draft.num_attention_heads", 10**9, "draft.num_attention_heads must be 1..1024, got 1000000000"),
+        ("draft.num_key_value_heads", 10**9, "draft.num_key_value_heads must be 1..1024, got 1000000000"),
+        ("draft.head_dim", 10**9, "draft.head_dim must be 2..1024, got 1000000000"),
+        pytest.param("optim.lr", 10**400, "optim.lr must be a number, got 1000000000", id="a float has no such number"),
+        ("run.root", "\0", "run.root must be text of characters that a path can have, got '\\x00'"),
+        ("run.resume", "a\ud800", "run.resume must be text of characters that a path can have, got 'a\\ud800'"),
+        ("run.resume", "a/" * 2500, "run.resume must be at most 1024 characters, got 5000: 'a/a/"),
+        ("prepare.input", ["b" * 5000], "prepare.input[0] must be at most 1024 characters, got 5000: 'bbb"),
+        ("target.path", "a/" + "b" * 256, "target.path must have names of at most 255 bytes between its slashes, got 'a/bbb"),
         ("batch.row_tokens", 16, "draft.block_size must be below batch.row_tokens (16), got 16"),
     ],
 )
@@ -67,6 +78,12 @@ def test_bad_values(key: str, value: object, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig.from_dict(changed(key, value))
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"run":' * 100_000])
+def test_what_is_nested_too_deeply_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^config\.json is nested too deeply$"):
+        TrainConfig.from_json(Path("config.json"), text)
 
 
 @pytest.mark.parametrize("other", [{"loss_gamma": 7.0}, {"loss_labels": "logits"}])

@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 import trainer.__main__
 import trainer.drafter
@@ -85,6 +87,10 @@ class Process:
         return self.popen.wait(ENDS_WITHIN_S), self._out.read_text(), self._err.read_text()
 
 
+def killed(*_: Any) -> None:
+    raise TrainerError("killed")
+
+
 Start = Callable[[list[str]], Process]
 
 
@@ -151,9 +157,6 @@ def test_a_run_started_again_goes_on_from_its_own_earlier_checkpoint(tiny_run: A
     folder.mkdir()
     checkpoint = folder / "checkpoints" / "latest"
 
-    def killed(*_: Any) -> None:
-        raise TrainerError("killed")
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.drafter.Drafter, "check_equal", stop_in_call(4, trainer.drafter.Drafter.check_equal, killed))
         assert trainer.__main__.main([str(write_config(folder, tiny_run.config(run={"checkpoint_every": 2})))]) == 1
@@ -164,6 +167,60 @@ def test_a_run_started_again_goes_on_from_its_own_earlier_checkpoint(tiny_run: A
     steps = [event["step"] for event in events_of(folder) if event["event"] == "step"]
     assert steps == [5, 6]
     assert sorted(found.name for found in (folder / "checkpoints.1").iterdir()) == ["latest", "step-2", "step-4"]
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+def test_starts_that_die_before_they_save_do_not_lose_what_an_earlier_one_saved(tiny_run: Any, tmp_path: Path) -> None:
+    def dies_in_save(number: int, run: dict[str, object]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            save = stop_in_call(number, trainer.drafter.Drafter.save, killed)
+            patch.setattr(trainer.drafter.Drafter, "save", save)
+            assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(run=run)))]) == 1
+
+    resumed: dict[str, object] = {"checkpoint_every": 2, "resume": str(tmp_path / "checkpoints" / "latest")}
+    dies_in_save(3, {"checkpoint_every": 2})
+    for _ in range(2):
+        assert trainer.__main__.main([str(write_config(tmp_path, "{"))]) == 3
+        assert (tmp_path / "checkpoints" / "latest").exists(), "a typo moves no checkpoint"
+    dies_in_save(1, resumed)
+    (tmp_path / "checkpoints" / ".step-6.partial").mkdir(parents=True)
+    for _ in range(2):
+        dies_in_save(1, resumed)
+    assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(run=resumed)))]) == 0
+    assert [event["step"] for event in events_of(tmp_path) if event["event"] == "step"] == [5, 6]
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+def test_a_training_state_without_its_tensors_is_one_sentence(
+    tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tmp_path / "checkpoints" / "step-4" / "training"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.drafter.Drafter, "check_equal", stop_in_call(4, trainer.drafter.Drafter.check_equal, killed))
+        assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config(run={"checkpoint_every": 2})))]) == 1
+    save_file({}, state / "state.safetensors")
+    told = json.loads((state / "state.json").read_text())
+    (state / "state.json").write_text(json.dumps({key: told[key] for key in ("step", "trained_with")}))
+    capsys.readouterr()
+    path = write_config(tmp_path, tiny_run.config(run={"resume": str(state.parent)}))
+    assert trainer.__main__.main([str(path)]) == 1
+    err = capsys.readouterr().err
+    assert re.fullmatch(r"error: run\.resume: \S+ in the training state must be float32 \[.*\], got nothing\n", err)
+    assert events_of(tmp_path)[-1]["event"] == "failed"
+
+
+def test_two_runs_do_not_work_in_one_folder(tiny_run: Any, tmp_path: Path, start: Start) -> None:
+    path = write_config(tmp_path, tiny_run.config(run={"steps": 1_000_000, "checkpoint_every": 1_000_000}))
+    process = start(["-m", "trainer", str(path)])
+    until_step(tmp_path, 1)
+    before = sorted(found.name for found in tmp_path.iterdir())
+    second = subprocess.run([sys.executable, "-m", "trainer", str(path)], capture_output=True, text=True, check=False)
+    assert (second.returncode, second.stderr) == (3, f"error: {tmp_path}: another run works in this folder\n")
+    assert sorted(found.name for found in tmp_path.iterdir()) == before
+    process.popen.kill()
+    process.popen.wait(ENDS_WITHIN_S)
+    write_config(tmp_path, tiny_run.config())
+    assert subprocess.run([sys.executable, "-m", "trainer", str(path)], capture_output=True, check=False).returncode == 0
 
 
 def stop_in_call(number: int, original: Any, stop: Any) -> Any:
@@ -226,6 +283,10 @@ def bad_inputs(tiny_run: Any, name: str) -> tuple[object, str]:
     """A configuration that is refused, and what the sentence says."""
     return {
         "json": ("{", "config.json is not JSON"),
+        "nested": ("[" * 100_000, "config.json is nested too deeply"),
+        "number": (tiny_run.config(optim={"lr": 10**400}), "optim.lr must be a number, got 1000"),
+        "no path": (tiny_run.config(run={"root": "\0"}), "run.root must be text of characters that a path can have"),
+        "long path": (tiny_run.config(run={"resume": "a/" * 2500}), "run.resume must be at most 1024 characters, got 5000"),
         "unknown key": (tiny_run.config(run={"step": 3}), "run: unknown key 'step'; did you mean 'steps'?"),
         "graphs": (tiny_run.config(pipeline={"graphs": "threadwarm"}), "pipeline.graphs must be none on cpu, got threadwarm"),
         "gpus": (
@@ -244,7 +305,22 @@ def bad_inputs(tiny_run: Any, name: str) -> tuple[object, str]:
 @pytest.mark.usefixtures("_handlers_restored")
 @pytest.mark.parametrize(
     "name",
-    ["json", "unknown key", "graphs", "gpus", "no data", "long document", "no target", "layers", "mask token", "vocabulary"],
+    [
+        "json",
+        "nested",
+        "number",
+        "no path",
+        "long path",
+        "unknown key",
+        "graphs",
+        "gpus",
+        "no data",
+        "long document",
+        "no target",
+        "layers",
+        "mask token",
+        "vocabulary",
+    ],
 )
 def test_bad_input_is_one_sentence_and_3(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     config, text = bad_inputs(tiny_run, name)
@@ -295,7 +371,10 @@ def test_a_configuration_that_cannot_be_read_and_a_wrong_call(tmp_path: Path, ca
 
 
 @pytest.mark.usefixtures("_handlers_restored")
-def test_a_signal_while_loading_stops_the_run(tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["open_shards", "packing_waste"])
+def test_a_signal_while_loading_stops_the_run(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     release, loading = threading.Event(), []
 
     def slow(*_: Any) -> None:
@@ -304,7 +383,7 @@ def test_a_signal_while_loading_stops_the_run(tiny_run: Any, tmp_path: Path, mon
         release.wait(ENDS_WITHIN_S)
         raise TrainerError("released")
 
-    monkeypatch.setattr(trainer.pipeline, "open_shards", slow)
+    monkeypatch.setattr(trainer.pipeline, name, slow)
     monkeypatch.setattr(trainer.pipeline, "JOIN_S", 0.1)
     assert trainer.__main__.main([str(write_config(tmp_path, tiny_run.config()))]) == 143
     assert [event["event"] for event in events_of(tmp_path)] == ["started", "failed"]

@@ -163,6 +163,9 @@ def test_muon_goes_on_from_its_state_bit_for_bit(make_spec):
             if step == 2 and model is broken:
                 state = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
                 broken, two = fresh, DraftOptimizer(fresh, config)
+                two.hold(True)  # as warming up does
+                two.step(0, ONE, ONE)
+                two.hold(False)
                 two.load_state_tensors(state)
                 model, optimizer = broken, two
             _fill(model, 1.0 + step)

@@ -63,6 +63,13 @@ def forward(batch: Batch, target: TargetModel, model: Any, config: TrainConfig) 
     return drafter_loss(hidden, target.head, labels, weights)
 
 
+def test_rates_of_a_run_with_one_line_are_not_known(tiny_run: Any, tmp_path: Path) -> None:
+    run(tiny_run.config(run={"log_every": 100}), tmp_path)
+    last = events_of(tmp_path)[-1]
+    assert (last["event"], last["steps"]) == ("finished", 6)
+    assert [last[f"{what}_per_s"] for what in ("steps", "context_tokens", "draft_tokens")] == [None] * 3
+
+
 @pytest.mark.parametrize(("targets", "drafters", "max_grad_norm"), [(1, 1, 1.0), (1, 3, 1.0), (2, 3, 1e6), (3, 2, 1.0)])
 def test_the_pipeline_is_a_plain_loop(tiny_run: Any, tmp_path: Path, targets: int, drafters: int, max_grad_norm: float) -> None:
     config = tiny_run.config(targets=targets, drafters=drafters, optim={"max_grad_norm": max_grad_norm})

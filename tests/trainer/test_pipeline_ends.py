@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,6 +274,37 @@ def test_a_run_in_which_nothing_moves_ends(tiny_run: Any, tmp_path: Path, monkey
     assert events_of(tmp_path)[-1]["event"] == "failed"
     release.set()
     until(lambda: workers_alive() == [])
+
+
+@pytest.mark.parametrize(("name", "share"), [("_make_slots", 0.6), ("_look", 0.1)])
+def test_a_long_start_or_validation_of_workers_that_move_is_no_stall(
+    tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float
+) -> None:
+    clock, looks = [0.0], [0]
+
+    def now() -> float:
+        looks[0] += 1
+        return clock[0]
+
+    def seen_by_the_supervisor() -> None:
+        before = looks[0]
+        until(lambda: looks[0] > before + 1)
+
+    original = getattr(trainer.drafter.Drafter, name)
+
+    def slow(*args: Any) -> Any:
+        seen_by_the_supervisor()
+        clock[0] += share * trainer.pipeline.STALL_S
+        seen_by_the_supervisor()
+        return original(*args)
+
+    monkeypatch.setattr(trainer.pipeline, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(trainer.pipeline, "HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(trainer.drafter.Drafter, name, slow)
+    config = tiny_run.config(drafters=3, run={"steps": 2, "validate_every": 2, "validate_batches": 24})
+    run(config, tmp_path)
+    assert clock[0] > 1.5 * trainer.pipeline.STALL_S
+    assert events_of(tmp_path)[-1]["event"] == "finished"
 
 
 def test_a_run_says_that_it_is_alive_and_when_its_workers_stand_still(

@@ -127,3 +127,26 @@ def test_a_recompilation_is_counted():
     read = proof.read(steps=1, context_tokens=1, draft_tokens=1)
     proof.close()
     assert read["recompiles"] == 1
+
+
+def test_what_the_sleeper_keeps_does_not_grow_for_ever():
+    run = config(rows=1, row_tokens=64)
+    proof = Proof(run, wire(run, on_open=lambda: None), resolve_draft(run.draft, QWEN3_8B, 0), QWEN3_8B)
+    proof.close()
+    proof._sleeper._late_ms.extend([100.0] * 5000)
+    proof._sleeper._late_ms.extend([1.0] * 5000)
+    assert len(proof._sleeper._late_ms) == 5000
+    assert proof.read(steps=1, context_tokens=1, draft_tokens=1)["sleeper_p99_ms"] == 1.0
+
+
+def test_rates_of_no_steps_are_not_known(monkeypatch):
+    run = config(rows=1, row_tokens=64)
+    monkeypatch.setattr("trainer.proof._gpus", lambda _: ["cuda:0"])
+    memory = {"allocs": 0, "retries": 0, "reserved": 0, "peak": 0}
+    monkeypatch.setattr("trainer.proof._allocations", lambda _: memory)
+    monkeypatch.setattr("trainer.proof._ceiling", lambda _: 700.0)
+    proof = Proof(run, wire(run, on_open=lambda: None), resolve_draft(run.draft, QWEN3_8B, 0), QWEN3_8B)
+    read = proof.read(steps=0, context_tokens=0, draft_tokens=0)
+    proof.close()
+    assert (read["steps_per_s"], read["context_tokens_per_s"], read["draft_tokens_per_s"]) == (None, None, None)
+    assert (read["gpus"]["cuda:0"]["tflops"], read["gpus"]["cuda:0"]["ceiling_share"]) == (None, None)

@@ -1,6 +1,9 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,21 @@ import trainer.drafter
 import trainer.smoke
 from trainer.errors import NonFiniteError
 from trainer.smoke import main
+
+INTERRUPTED = """
+import os, signal, sys, threading
+import trainer.drafter, trainer.pipeline, trainer.smoke
+from trainer.__main__ import leave
+
+def interrupted(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+
+trainer.pipeline.JOIN_S = 0.1
+owner = trainer.pipeline if "STAGE" == "load_target" else trainer.drafter
+owner.STAGE = interrupted
+leave(trainer.smoke.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
@@ -70,18 +88,19 @@ def bad_inputs(tiny_run, folder):
     foreign = tiny_run.config(data={"path": "nowhere"})
     return {
         "none": (folder / "none.json", "none.json cannot be used", 3),
+        "nested": ("[" * 100_000, "none.json is nested too deeply", 3),
         "unknown key": (tiny_run.config(run={"step": 3}), "run: unknown key 'step'; did you mean 'steps'?", 3),
         "no data": (foreign, "nowhere: no token shards here", 3),
         "no target": (tiny_run.config(target={"path": "nowhere"}), "target.path must be a folder or a hub id", 3),
     }
 
 
-@pytest.mark.parametrize("name", ["none", "unknown key", "no data", "no target"])
+@pytest.mark.parametrize("name", ["none", "nested", "unknown key", "no data", "no target"])
 def test_what_the_user_can_mend_is_one_sentence_and_still_a_document(tiny_run, tmp_path, capsys, name):
     given, text, code = bad_inputs(tiny_run, tmp_path)[name]
     path = tmp_path / "none.json"
-    if isinstance(given, dict):
-        path.write_text(json.dumps(given))
+    if not isinstance(given, Path):
+        path.write_text(given if isinstance(given, str) else json.dumps(given))
     assert main([str(path)]) == code
     out, err = capsys.readouterr()
     assert text in err
@@ -117,6 +136,16 @@ def test_what_a_run_goes_on_from_does_not_stand_in_the_way(tiny_run, tmp_path, c
 def test_nothing_is_saved(written, capsys, monkeypatch):
     monkeypatch.setattr(trainer.drafter, "save_checkpoint", lambda *_: pytest.fail("a checkpoint was written"))
     assert verdict_of(written, capsys)[0] == 0
+
+
+@pytest.mark.parametrize("stage", ["load_target", "blocks_loss"])
+def test_ctrl_c_is_130_and_still_a_document(tiny_run, tmp_path, stage):
+    path, driver = tmp_path / "config.json", tmp_path / "driver.py"
+    path.write_text(json.dumps(tiny_run.config()))
+    driver.write_text(INTERRUPTED.replace("STAGE", stage))
+    done = subprocess.run([sys.executable, str(driver), str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+    assert json.loads(done.stdout) == {"schema": 1, "go": False, "reasons": ["stopped"]}
 
 
 def test_a_wrong_call_is_2(capsys):
