@@ -6,7 +6,8 @@ is where they go, `batch.row_tokens` how long a document may be. What happens is
 Each line holds a conversation, as `messages` (role, content) or ShareGPT `conversations` (from, value). The target's own chat
 template renders it; the assistant's tokens, the end of their turn included, are the responses that a drafter learns. A template
 with a `{% generation %}` block tells them itself; else they lie between the prompt that the template renders before an answer
-and the end of that answer, and a conversation where such a prompt is not a true prefix of the whole is dropped.
+and the end of that answer. An answer whose prompt is not a true prefix of the whole is not learnt; where none is, the
+conversation is dropped.
 
 A conversation longer than --max-tokens is cut after the last answer that fits, because a conversation's beginning is itself a
 conversation; one whose first answer does not fit is dropped. Nothing is left behind when anything fails.

@@ -51,9 +51,11 @@ def response_spans(
 ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered conversation and the characters [begin, end) of each answer, end of turn included; raises Dropped.
 
-    An answer begins after the prompt that the template renders for it, which has to be how the whole text begins. It ends with
-    its own text and the end of turn; in between stands what the template adds, such as Qwen3's thinking tags around nothing.
-    The end of turn is what follows the last answer, cut to the tags that follow all; an `unfinished` one has none.
+    An answer begins after the prompt that the template renders for it, and ends with its own text and the end of turn; in
+    between stands what the template adds, such as Qwen3's thinking tags around nothing. Where the whole text does not begin
+    with that prompt, as with earlier answers of a template whose prompts open the thoughts, the answer is not learnt, for
+    nothing is asked like that. The end of turn is what follows the last answer, cut to the tags that follow all; an
+    `unfinished` one has none.
     """
 
     def render(count: int, *, prompt: bool = False) -> str:
@@ -62,16 +64,17 @@ def response_spans(
     text = render(len(messages), prompt=bool(unfinished))
     begun = [(len(text), len(text) + len(unfinished))] if unfinished else []
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    prompts = [render(i, prompt=True) for i in answers]
-    if not all(text.startswith(prompt) for prompt in prompts):
+    asked = [(i, prompt) for i in answers if text.startswith(prompt := render(i, prompt=True))]
+    if not asked and not begun:
         raise Dropped("the chat template renders its turns differently inside the whole conversation")
-    if not answers:
+    if not asked:
         return text + unfinished, begun
-    bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
+    learnt, prompts = zip(*asked, strict=True)
+    bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in learnt]
     if not all(bodies):
         raise Dropped("an answer is nothing but thoughts")
     limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]
-    up_to_last = render(answers[-1] + 1)  # a question behind it would look like its end
+    up_to_last = render(learnt[-1] + 1)  # a question behind it would look like its end
     for ending in _endings(up_to_last[len(prompts[-1]) :], bodies[-1]):
         closed = [body + ending for body in bodies]
         found = [text.find(closed[i], len(prompts[i]), limits[i]) for i in range(len(bodies))]
