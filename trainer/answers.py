@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import jinja2
 import torch
 
-from trainer.conversations import Messages
+from trainer.conversations import HALF, Messages, holds_half
 from trainer.decoding import Sampling
 from trainer.errors import DataError
 from trainer.graphs import Graphs, StageFacts
@@ -328,10 +328,14 @@ def _thoughts_and_text(message: Any) -> tuple[str, str]:
 
 def _worded(key: int, text: str, num_tokens: int) -> Answer:
     text = text.strip()
+    if holds_half(text):
+        return Answer(key, None, f"its answer {HALF}", num_tokens)
     return Answer(key, text, "", num_tokens) if text else Answer(key, None, "its answer has no text", num_tokens)
 
 
 def _broken_off(key: int, text: str, why_not: str, num_tokens: int) -> Answer:
     """As it was begun, spaces before it too; a character of which bytes are missing is left out."""
     text = text.rstrip("\ufffd").rstrip()
+    if holds_half(text):
+        return Answer(key, None, f"its answer {HALF}", num_tokens)
     return Answer(key, text or None, why_not, num_tokens)

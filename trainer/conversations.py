@@ -18,6 +18,8 @@ Messages = list[dict[str, str]]
 _T = TypeVar("_T")
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
+HALF = "holds half a character (a lone surrogate)"
+"""Why a text is of no use: no tokenizer takes it."""
 
 
 class Dropped(Exception):
@@ -59,6 +61,11 @@ def questions(paths: Iterable[Path], dropped: Counter[str]) -> Iterator[Messages
                 yield [message for message in messages if message["role"] != "assistant"]
             except Dropped as reason:
                 dropped[str(reason)] += 1
+
+
+def holds_half(text: str) -> bool:
+    """Whether there is a lone surrogate in it, as JSON may bring one."""
+    return _SURROGATE.search(text) is not None
 
 
 def before_answer(messages: Messages) -> Messages:
@@ -107,8 +114,8 @@ def _messages(turns: list[Any]) -> Messages:
             raise Dropped("a role is none of system, user (human), assistant (gpt)")
         if content is None or not content.strip():
             raise Dropped("a turn has no text")
-        if _SURROGATE.search(content):
-            raise Dropped("a turn's text holds half a character (a lone surrogate)")
+        if holds_half(content):
+            raise Dropped(f"a turn's text {HALF}")
         messages.append({"role": _ROLES[role], "content": content.strip()})
     return messages
 

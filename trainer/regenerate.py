@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.answers import Answer, Answers
-from trainer.conversations import Messages
+from trainer.conversations import HALF, Messages, holds_half
 from trainer.errors import DataError
 
 
@@ -110,7 +110,9 @@ def regenerated(journal: Path, made_with: dict[str, Any], dropped: Counter[str])
         for key in sorted(known):
             file.seek(known[key])
             line = json.loads(file.readline())
-            if line["messages"]:
+            if any(map(holds_half, [*(message["content"] for message in line["messages"]), line.get("unfinished", "")])):
+                dropped[f"its answer {HALF}"] += 1
+            elif line["messages"]:
                 yield line["messages"], line.get("unfinished", "")
             else:
                 dropped[line["why_not"]] += 1
