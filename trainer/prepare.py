@@ -70,6 +70,8 @@ class Report:
     shortened: int = 0
     unfinished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Turns, each kind once a conversation."""
 
     def __str__(self) -> str:
         """A few lines for people."""
@@ -80,6 +82,7 @@ class Report:
             f"{self.tokens} tokens, {self.response_tokens} of them responses",
             f"shortened {self.shortened} to their last answer within {self.max_tokens} tokens",
             *([f"{self.unfinished} end with an answer that was broken off"] if self.unfinished else []),
+            *(f"left out of {count} conversations: {which}" for which, count in self.left_out.most_common()),
             f"dropped {dropped}",
             *(f"  {count}  {reason}" for reason, count in self.dropped.most_common()),
         ]
@@ -94,6 +97,7 @@ class Report:
             "response_tokens": self.response_tokens,
             "shortened": self.shortened,
             "unfinished": self.unfinished,
+            "left_out": dict(self.left_out),
             "dropped": dict(self.dropped),
         }
 
@@ -122,7 +126,7 @@ def prepare(
         raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
     report = Report(output, max_tokens)
     if regeneration is None:
-        chats = ((messages, "") for messages in conversations(inputs, report.dropped))
+        chats = ((messages, "") for messages in conversations(inputs, report.dropped, report.left_out))
     else:
         chats = _answered(inputs, target, root, tokenizer, regeneration, report, tell)
     with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
@@ -137,6 +141,7 @@ def prepare(
             "max_tokens": max_tokens,
             "shortened": report.shortened,
             "unfinished": report.unfinished,
+            "left_out": dict(report.left_out),
             "dropped": dict(report.dropped),
             "regenerated": asdict(regeneration) if regeneration else None,
         }
@@ -154,7 +159,7 @@ def _answered(
     tell: Callable[[Progress], object],
 ) -> Iterator[tuple[Messages, str]]:
     """The conversations of `inputs` with the target's own answers, which lie in a journal beside the output."""
-    asked = list(questions(inputs, report.dropped))
+    asked = list(questions(inputs, report.dropped, report.left_out))
     made_with = {
         "inputs": list(map(_file_digest, inputs)),
         "answers": "from a server" if settings.server else f"here, in {target.dtype}",
@@ -167,6 +172,8 @@ def _answered(
         "seed": settings.seed,
         "unfinished": "kept",
     }
+    if report.left_out:  # a journal of when such conversations were dropped numbers the others differently
+        made_with["left_out"] = dict(report.left_out)
     journal = report.output.with_name(f"{report.output.name}.regenerated.jsonl")
     somebody = functools.partial(_somebody, target, root, tokenizer, settings, report.max_tokens)
     regenerate(asked, somebody, journal, made_with, tell)
