@@ -237,9 +237,10 @@ def _load(kind: Any, source: str, target: TargetConfig, **options: Any) -> Any:
         options["gguf_file"] = target.gguf_file
     try:
         return kind.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # whatever a broken file makes of foreign code
         where = "" if Path(source).is_dir() else " (no such folder under run.root, so it is taken as a hub id)"
-        reason = " ".join(str(error).split()) or type(error).__name__
+        spoken = isinstance(error, OSError | ValueError | ImportError | RuntimeError)  # others are for programmers
+        reason = " ".join(str(error if spoken else f"{type(error).__name__}: {error}").split()) or type(error).__name__
         raise TargetError(f"target.path {target.path}{where} cannot be loaded: {reason}") from error
 
 
