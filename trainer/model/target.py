@@ -152,6 +152,11 @@ def load_config(config: TargetConfig, root: Path) -> Any:
         return _load_config(resolve_source(config, root), config)
 
 
+def described_target(hf_config: Any) -> TargetInfo:
+    """What a drafter has to know, of what `load_config` gives: without the weights."""
+    return _info(hf_config, hf_config.num_hidden_layers, hf_config.vocab_size)
+
+
 def load_tokenizer(config: TargetConfig, root: Path) -> Any:
     """The target's tokenizer (`PreTrainedTokenizerBase`); raises TargetError."""
     source = resolve_source(config, root)
