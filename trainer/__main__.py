@@ -7,7 +7,6 @@ place that exits, sets up logging or handles signals.
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import queue
@@ -89,12 +88,7 @@ def _set_aside(folder: Path) -> Path:
     """
     for path in (folder / "checkpoints").glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-    left = [(folder / "events.jsonl", "events.{}.jsonl"), (folder / "checkpoints", "checkpoints.{}")]
-    number = next(n for n in itertools.count(1) if not any((folder / name.format(n)).exists() for _, name in left))
-    for path, name in left:
-        if path.exists():
-            path.rename(folder / name.format(number))
-    return folder / f"checkpoints.{number}"
+    return folder / f"checkpoints.{events.set_aside(folder, 'events.jsonl', 'checkpoints')}"
 
 
 def _follow(run: RunConfig, checkpoints: Path, aside: Path) -> None:

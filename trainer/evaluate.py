@@ -31,7 +31,7 @@ from trainer.conversations import prompts
 from trainer.dataset import open_shards
 from trainer.decoding import Decoder, Response, Sampling, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog
+from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, target_info, tokenizer_digest
 
 _NORMAL_95 = 1.959964
@@ -260,18 +260,15 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        set_aside(folder, "events.jsonl")
         log = EventLog(folder / "events.jsonl")
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be used: {error}") from None
     log.write(STARTED, checkpoint=str(settings.checkpoint), prompts=str(settings.prompts))
     try:
         document = evaluate(settings, lambda pair: log.write(PROMPT, **_told(pair, settings)))
-        partial = folder / ".evaluation.json.partial"
-        partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        partial.replace(folder / "evaluation.json")
+        _keep(document, folder)
         log.write(FINISHED, **document)
-    except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be used: {error}") from None
     except BaseException as error:
         with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
             log.write(FAILED, error=sentence(error))
@@ -279,6 +276,15 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
     finally:
         log.close()
     return document
+
+
+def _keep(document: dict[str, Any], folder: Path) -> None:
+    partial = folder / ".evaluation.json.partial"
+    try:
+        partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        partial.replace(folder / "evaluation.json")
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be used: {error}") from None
 
 
 def _told(pair: Pair, settings: Settings) -> dict[str, Any]:

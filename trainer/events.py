@@ -9,6 +9,7 @@ are null, and so are those that are not finite: every line is strict JSON.
 
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import threading
@@ -63,6 +64,19 @@ class EventLog:
         with self._lock, contextlib.suppress(OSError):
             self._ended = True
             self._file.close()
+
+
+def set_aside(folder: Path, *names: str) -> int:
+    """Keep what an earlier start left under these `names`, and return its number: the first that is free for all of a start.
+
+    events.jsonl becomes events.1.jsonl, checkpoints becomes checkpoints.1. Raises OSError.
+    """
+    kept = {"events.jsonl": "events.{}.jsonl", "checkpoints": "checkpoints.{}"}
+    number = next(n for n in itertools.count(1) if not any((folder / name.format(n)).exists() for name in kept.values()))
+    for name in names:
+        if (folder / name).exists():
+            (folder / name).rename(folder / kept[name].format(number))
+    return number
 
 
 def utc_now() -> str:

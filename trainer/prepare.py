@@ -1,7 +1,8 @@
 """Chats become token shards: `python -m trainer.prepare CONFIG.json`, or by hand with --input, --output and --target.
 
 CONFIG.json is that of the run that will train on them: its section `prepare` says of what they are made, and how, `data.path`
-is where they go, `batch.row_tokens` how long a document may be. What happens is told in events.jsonl beside it.
+is where they go, `batch.row_tokens` how long a document may be. What happens is told in events.jsonl beside it; that of an
+earlier start is moved aside, as events.1.jsonl or the next number.
 
 Each line holds a conversation, as `messages` (role, content) or ShareGPT `conversations` (from, value). The target's own chat
 template renders it; the assistant's tokens, the end of their turn included, are the responses that a drafter learns. A template
@@ -44,7 +45,7 @@ from trainer.conversations import Dropped, Messages, before_answer, conversation
 from trainer.dataset import ShardWriter, Split
 from trainer.decoding import Sampling, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog
+from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, tokenizer_digest
 from trainer.regenerate import Progress, Regeneration, regenerate, regenerated
 from trainer.responses import cut, encode
@@ -351,6 +352,7 @@ def _recorded(path: Path) -> Report:
     """What the configuration of a run says, told in events.jsonl beside it."""
     try:
         text = path.read_text(encoding="utf-8")
+        set_aside(path.parent, "events.jsonl")
         log = EventLog(path.parent / "events.jsonl")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
