@@ -43,7 +43,7 @@ from trainer.answers import Answers, LocalAnswers, ServerAnswers
 from trainer.config import BatchConfig, PrepareConfig, TargetConfig, TrainConfig, is_url
 from trainer.conversations import Dropped, Messages, before_answer, conversations, questions
 from trainer.dataset import ShardWriter, Split
-from trainer.decoding import Sampling, stop_token_ids, usable_device
+from trainer.decoding import TEMPERATURES, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
 from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, tokenizer_digest
@@ -134,8 +134,12 @@ def prepare(
         for chat in chats:
             _add(writer, report, tokenizer, chat, held_out)
         if not report.documents["train"]:
-            reasons = "; ".join(f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3))
-            raise DataError(f"{inputs[0]}: no conversation is left to train on ({reasons or 'none was given'})")
+            reasons = [f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3)]
+            if report.documents["held_out"]:
+                reasons.insert(
+                    0, f"all {report.documents['held_out']} that could be are held out, for the share is {held_out:g}"
+                )
+            raise DataError(f"{inputs[0]}: no conversation is left to train on ({'; '.join(reasons) or 'none was given'})")
         about = {
             "target": target.path,
             "gguf_file": target.gguf_file,
@@ -178,7 +182,7 @@ def _answered(
     journal = report.output.with_name(f"{report.output.name}.regenerated.jsonl")
     somebody = functools.partial(_somebody, target, root, tokenizer, settings, report.max_tokens)
     regenerate(asked, somebody, journal, made_with, tell)
-    return regenerated(journal, made_with, report.dropped)
+    return regenerated(journal, made_with, len(asked), report.dropped)
 
 
 def _file_digest(path: Path) -> str:
@@ -303,7 +307,9 @@ def _parser() -> argparse.ArgumentParser:
         "--regenerate", action="store_true", help="replace all answers by the target's own; needed by what follows"
     )
     defaults = Regeneration()
-    group.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (%(default)s)")
+    group.add_argument(
+        "--temperature", type=float, default=defaults.temperature, help=f"{TEMPERATURES}; 0 is greedy (%(default)s)"
+    )
     group.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="longest answer (%(default)s)")
     group.add_argument("--rows", type=int, default=defaults.num_rows, help="answers in progress at once (%(default)s)")
     group.add_argument("--seed", type=int, default=defaults.seed, help="of sampling here (%(default)s)")
@@ -320,8 +326,10 @@ def _by_hand(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Repor
         parser.error("CONFIG.json, or --input, --output and --target are required")
     if args.max_tokens < 1 or not 0 <= args.held_out < 1:
         parser.error("--max-tokens must be at least 1 and --held-out 0..1, 1 excluded")
-    if args.temperature < 0 or args.seed < 0 or args.max_new_tokens < 1 or args.rows < 1:
-        parser.error("--temperature and --seed must be at least 0, --max-new-tokens and --rows at least 1")
+    if args.seed < 0 or args.max_new_tokens < 1 or args.rows < 1:
+        parser.error("--seed must be at least 0, --max-new-tokens and --rows at least 1")
+    if not is_temperature(args.temperature):
+        parser.error(f"--temperature must be {TEMPERATURES}, got {args.temperature}")
     if args.server is not None and not is_url(args.server):
         parser.error(f"--server must be a URL such as http://host:8000/v1, got {args.server}")
     regeneration = Regeneration(
@@ -374,6 +382,8 @@ def _recorded(path: Path) -> Report:
 
 def _configured(config: TrainConfig, tell: Callable[[Progress], object]) -> Report:
     root, how = Path(config.run.root), config.prepare
+    if not is_temperature(how.temperature):
+        raise ConfigError(f"prepare.temperature must be {TEMPERATURES}, got {how.temperature}")
     regeneration = Regeneration(
         temperature=how.temperature,
         max_new_tokens=how.max_new_tokens,

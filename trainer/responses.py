@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
@@ -27,23 +26,27 @@ def encode(
 
     It ends with an answer, or with a question and how the answer begins: `unfinished`, as the target wrote it.
     """
-    try:
-        if _GENERATION.search(str(tokenizer.chat_template)):
-            out: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=bool(unfinished), return_dict=True, return_assistant_tokens_mask=True
-            )
-            begun = tokenizer(unfinished, add_special_tokens=False)["input_ids"] if unfinished else []
-            loss_mask = np.array([*out["assistant_masks"], *[1] * len(begun)], dtype=np.bool_)
-            return np.array([*out["input_ids"], *begun], dtype=np.uint32), loss_mask
-        text, spans = response_spans(tokenizer, messages, unfinished)
-    except jinja2.TemplateError:
-        raise Dropped("the chat template refuses it") from None
+    if _GENERATION.search(str(tokenizer.chat_template)):
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        out = rendered(tokenizer, messages, add_generation_prompt=bool(unfinished), **options)
+        begun = tokenizer(unfinished, add_special_tokens=False)["input_ids"] if unfinished else []
+        loss_mask = np.array([*out["assistant_masks"], *[1] * len(begun)], dtype=np.bool_)
+        return np.array([*out["input_ids"], *begun], dtype=np.uint32), loss_mask
+    text, spans = response_spans(tokenizer, messages, unfinished)
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = np.array([start for start, _ in out["offset_mapping"]])
     loss_mask = np.zeros(len(starts), dtype=np.bool_)
     for begin, end in spans:
         loss_mask |= (starts >= begin) & (starts < end)
     return np.array(out["input_ids"], dtype=np.uint32), loss_mask
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
+    """What `apply_chat_template` gives; raises Dropped, with the cause, where a template refuses or fails in any way."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:
+        raise Dropped("the chat template refuses it") from error
 
 
 def response_spans(
@@ -59,7 +62,7 @@ def response_spans(
     """
 
     def render(count: int, *, prompt: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
+        return str(rendered(tokenizer, messages[:count], tokenize=False, add_generation_prompt=prompt))
 
     text = render(len(messages), prompt=bool(unfinished))
     begun = [(len(text), len(text) + len(unfinished))] if unfinished else []

@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 import transformers
 
 from trainer import prepare
+from trainer.answers import LocalAnswers
+from trainer.config import TargetConfig
 from trainer.dataset import open_shards
+from trainer.decoding import Sampling
+from trainer.model.target import load_causal_lm
 
 TEMPLATE = """\
 {% for m in messages %}{% if m.role == 'assistant' %} w8 {{ m.content }} </s>\
@@ -105,3 +110,83 @@ def test_a_journal_that_holds_half_a_character_already_costs_that_conversation(
     out = capsys.readouterr().out
     assert out.startswith("kept 1 of 2 conversations")
     assert "  1  its answer holds half a character (a lone surrogate)\n" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda line: line.pop("messages"), "KeyError('messages')"),
+        (lambda line: line.update(messages=5), "TypeError("),
+        (lambda line: line.update(messages=["w1"]), "TypeError("),
+        (lambda line: line.update(messages=[{"role": "user", "content": None}]), "TypeError('a value is of the wrong type')"),
+        (lambda line: line.update(why_not=None), "TypeError('a value is of the wrong type')"),
+        (lambda line: line.update(index="1"), "TypeError('a value is of the wrong type')"),
+        (lambda line: line.update(index=2), "ValueError('index must be 0..1, got 2')"),
+        (lambda line: line.update(index=-1), "ValueError('index must be 0..1, got -1')"),
+    ],
+)
+def test_a_journals_line_that_is_no_answer_is_named(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, why: str
+) -> None:
+    with serving({}) as url:
+        assert call(tmp_path, target, url, ["w1"], ["w2"]) == 0
+        made_with, first, second = map(json.loads, journal(tmp_path).read_text().splitlines())
+        change(second)
+        odd = "".join(json.dumps(line) + "\n" for line in (made_with, first, second))
+        journal(tmp_path).write_text(odd)
+        (tmp_path / "out").rename(tmp_path / "before")
+        capsys.readouterr()
+        assert call(tmp_path, target, url, ["w1"], ["w2"]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"error: {journal(tmp_path)} must hold answers of `python -m trainer.prepare`, line 3 does not ({why}"
+    )
+    assert err.count("\n") == 1
+    assert journal(tmp_path).read_text() == odd
+
+
+def test_a_journal_of_when_chats_with_useless_turns_were_dropped_is_refused(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It numbers the conversations behind them differently."""
+    with serving({}) as url:
+        assert call(tmp_path, target, url, ["w1"], ["w2"]) == 0
+        made_with = json.loads(journal(tmp_path).read_text().splitlines()[0])
+        assert "left_out" not in made_with["made_with"], "a journal of other chats stays good"
+        given = [{"role": "system", "content": ""}, {"role": "user", "content": "w1"}]
+        (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": given}) + "\n")
+        command = ["--input", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "new"), "--target", str(target)]
+        command += ["--regenerate", "--server", url, "--max-tokens", "48", "--held-out", "0"]
+        assert prepare.main(command) == 0
+        lines = (tmp_path / "new.regenerated.jsonl").read_text().splitlines()
+        before = json.loads(lines[0])
+        del before["made_with"]["left_out"]
+        (tmp_path / "new.regenerated.jsonl").write_text("\n".join([json.dumps(before), *lines[1:]]) + "\n")
+        (tmp_path / "new").rename(tmp_path / "newer")
+        assert prepare.main(command) == 3
+    assert "made otherwise: left_out was None, is {'a system turn without text': 1}; remove" in capsys.readouterr().err
+
+
+def test_a_reply_that_is_nested_too_deeply_is_one_sentence(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        json, "dumps", lambda value, **_: "[" * 100_000 if "choices" in value else json.JSONEncoder().encode(value)
+    )
+    with serving({}) as url:
+        assert call(tmp_path, target, url, ["w1"]) == 3
+    err = capsys.readouterr().err
+    assert "the answer must be a chat completion: RecursionError(" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ messages[0].content + 5 }}"])
+def test_a_template_that_fails_refuses_the_question(target: Path, template: str) -> None:
+    model = load_causal_lm(TargetConfig(path=str(target), dtype="float32"), Path(), torch.device("cpu"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = template
+    greedy = Sampling(0.0, torch.Generator())
+    answers = LocalAnswers(model, tokenizer, {1}, greedy, num_rows=2, max_tokens=9, max_new_tokens=9)
+    answers.submit(4, [{"role": "user", "content": "w1"}])
+    (answer,) = answers.collect()
+    assert (answer.key, answer.text, answer.why_not) == (4, None, "the chat template refuses it")
