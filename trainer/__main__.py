@@ -8,7 +8,6 @@ signal 128 + its number. The only place that exits, sets up logging or handles s
 
 import contextlib
 import fcntl
-import itertools
 import logging
 import os
 import queue
@@ -67,8 +66,8 @@ def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
         try:
             text = path.read_text(encoding="utf-8")
             held.enter_context(_alone_in(path.parent))
-            number = _free_number(path.parent)
-            _set_aside(path.parent / "events.jsonl", number)
+            number = events.free_number(path.parent)
+            events.set_aside(path.parent / "events.jsonl", number)
             log = held.enter_context(contextlib.closing(events.EventLog(path.parent / "events.jsonl")))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be used: {error}") from None
@@ -86,7 +85,7 @@ def _train(path: Path, text: str, number: int, log: events.EventLog, mailbox: "q
     try:
         for half in checkpoints.glob(".step-*"):  # what a killed save has left
             shutil.rmtree(half, ignore_errors=True)
-        _set_aside(checkpoints, number)
+        events.set_aside(checkpoints, number)
         _follow(config.run, checkpoints)
     except OSError as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
@@ -100,24 +99,13 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Hold `folder` against other runs, until this process dies at the latest; raises ConfigError if one holds it, OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
         yield
-    except BlockingIOError:
-        raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
     finally:
         os.close(descriptor)
-
-
-def _free_number(folder: Path) -> int:
-    """The first under which nothing of an earlier start is kept."""
-    names = ("events.{}.jsonl", "checkpoints.{}")
-    return next(n for n in itertools.count(1) if not any((folder / name.format(n)).exists() for name in names))
-
-
-def _set_aside(path: Path, number: int) -> None:
-    """Keep what an earlier start left, if it did; raises OSError."""
-    if path.exists():
-        path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
 
 
 def _follow(run: RunConfig, checkpoints: Path) -> None:

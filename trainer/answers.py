@@ -18,14 +18,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import jinja2
 import torch
 
-from trainer.conversations import Messages
+from trainer.conversations import HALF, Dropped, Messages, holds_half
 from trainer.decoding import Sampling
 from trainer.errors import DataError
 from trainer.graphs import Graphs, StageFacts
 from trainer.model.cached import CachedTarget
+from trainer.responses import rendered
 
 _PREFILL_TOKENS = 1 << 15
 _REFILL_STEPS = 16
@@ -116,9 +116,9 @@ class LocalAnswers:
     def submit(self, key: int, messages: Messages) -> None:
         """Take a row."""
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError:
-            self._refused.append(Answer(key, None, "the chat template refuses it"))
+            text = rendered(self._tokenizer, messages, tokenize=False, add_generation_prompt=True)
+        except Dropped as reason:
+            self._refused.append(Answer(key, None, str(reason)))
             return
         prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         room = self._max_tokens - len(prompt)
@@ -291,7 +291,7 @@ class ServerAnswers:
                     failed = f"the server fails at it (HTTP {error.code})"
             except (OSError, http.client.HTTPException) as error:
                 problem = error
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise DataError(f"server {self._url}: the answer must be a chat completion: {error!r}") from None
             if patience is None:
                 unanswered = DataError(f"server {self._url} cannot be asked: {problem}")
@@ -328,10 +328,14 @@ def _thoughts_and_text(message: Any) -> tuple[str, str]:
 
 def _worded(key: int, text: str, num_tokens: int) -> Answer:
     text = text.strip()
+    if holds_half(text):
+        return Answer(key, None, f"its answer {HALF}", num_tokens)
     return Answer(key, text, "", num_tokens) if text else Answer(key, None, "its answer has no text", num_tokens)
 
 
 def _broken_off(key: int, text: str, why_not: str, num_tokens: int) -> Answer:
     """As it was begun, spaces before it too; a character of which bytes are missing is left out."""
     text = text.rstrip("\ufffd").rstrip()
+    if holds_half(text):
+        return Answer(key, None, f"its answer {HALF}", num_tokens)
     return Answer(key, text or None, why_not, num_tokens)

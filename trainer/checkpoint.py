@@ -12,8 +12,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
+import reprlib
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -234,7 +236,7 @@ def check_trained_as(folder: Path, state: TrainingState, expected: Mapping[str, 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint's config.json, with every key that `checkpoint_config` writes; raises CheckpointError."""
+    """A checkpoint's config.json: every key that a drafter is built from is there and in range. Raises CheckpointError."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -246,7 +248,39 @@ def read_config(folder: Path) -> dict[str, Any]:
     for key, place in [*((key, config) for key in _KEYS), *((key, inner) for key in _DFLASH_KEYS)]:
         if not isinstance(place, dict) or key not in place:
             raise CheckpointError(f"{path} must be a DFlash drafter's: '{key}' is missing")
+    for key, value, is_right, allowed in _checks(config):
+        if not is_right:
+            raise CheckpointError(f"{path}: {key} must be {allowed}, got {reprlib.repr(value)}")
     return config
+
+
+def _checks(config: dict[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
+    """Key, value, whether it is right, what is; each rests on those before it, so that none may be drawn after one is wrong."""
+    for key, least in _LEAST.items():
+        yield key, config[key], _is_whole(config[key], least), f"a whole number of at least {least}"
+    for key in ("rms_norm_eps", "initializer_range", "rope_theta"):
+        value = config[key]
+        positive = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        yield key, value, positive, "a number above 0"
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    yield "num_attention_heads", heads, heads % kv_heads == 0, f"a multiple of the {kv_heads} key and value heads"
+    yield "head_dim", config["head_dim"], config["head_dim"] % 2 == 0, "even for rotary positions"
+    mask, vocab_size = config["dflash_config"]["mask_token_id"], config["vocab_size"]
+    yield "mask_token_id", mask, _is_whole(mask) and mask < vocab_size, f"a token id in 0..{vocab_size - 1}"
+    ids, last = config["dflash_config"]["target_layer_ids"], config["num_target_layers"] - 2
+    layers = isinstance(ids, list) and bool(ids) and all(map(_is_whole, ids))
+    yield "target_layer_ids", ids, layers and ids == sorted(set(ids)) and ids[-1] <= last, f"ascending layers in 0..{last}"
+    kinds, num_layers, window = config["layer_types"], config["num_hidden_layers"], config["sliding_window"]
+    known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+    named = f"full_attention or sliding_attention for each of the {num_layers} layers"
+    yield "layer_types", kinds, known and len(kinds) == num_layers, named
+    slides = "sliding_attention" in kinds
+    yield "sliding_window", window, _is_whole(window, 2) or (window is None and not slides), "a whole number of at least 2"
+    yield "dtype", config["dtype"], isinstance(config["dtype"], str), "the name of a type"
+
+
+def _is_whole(value: object, least: int = 0) -> bool:
+    return type(value) is int and value >= least
 
 
 def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
@@ -269,6 +303,17 @@ def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
     )
 
 
+_LEAST = {
+    "block_size": 2,
+    "num_target_layers": 2,
+    "hidden_size": 1,
+    "intermediate_size": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "vocab_size": 1,
+}
 _DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
 _KEYS = (
     "block_size",

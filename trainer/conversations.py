@@ -2,7 +2,9 @@
 
 A module of its own because data are made from conversations, and drafters measured on prompts. A line holds a chat, as
 `messages` (role, content) or ShareGPT `conversations` (from, value); for prompts it may also be a text or have one as `prompt`.
-A line that is none of these is a DataError; a chat that nothing can be learnt from raises Dropped.
+A line that is none of these is a DataError; a chat that nothing can be learnt from raises Dropped. A chat with a turn that is
+of no use ends before it if an answer stands there, because a conversation's beginning is itself a conversation; a system turn
+without text says nothing and is left out.
 """
 
 import json
@@ -18,20 +20,26 @@ Messages = list[dict[str, str]]
 _T = TypeVar("_T")
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
+HALF = "holds half a character (a lone surrogate)"
+"""Why a text is of no use: no tokenizer takes it."""
 
 
 class Dropped(Exception):
     """A conversation that is left out; the text is the reason, the same for all of its kind."""
 
 
-def conversations(paths: Iterable[Path], dropped: Counter[str]) -> Iterator[Messages]:
-    """Chats up to their last answer; those that are of no use are counted by reason."""
+def conversations(paths: Iterable[Path], dropped: Counter[str], left_out: Counter[str]) -> Iterator[Messages]:
+    """Chats up to their last answer; those that are of no use are counted by reason, and those that lack turns by which."""
     for path in paths:
         for where, record in _records(path):
             try:
-                yield _up_to_last_answer(_messages(_turns(record, where)))
+                messages, lacks = _messages(_turns(record, where))
+                messages = _up_to_last_answer(messages)
             except Dropped as reason:
                 dropped[str(reason)] += 1
+            else:
+                left_out.update(lacks)
+                yield messages
 
 
 def prompts(path: Path) -> Iterator[Messages]:
@@ -39,7 +47,7 @@ def prompts(path: Path) -> Iterator[Messages]:
     for where, record in _records(path):
         turns = _prompt_or_turns(record, where)
         try:
-            messages = _messages(turns)
+            messages, _ = _messages(turns)
         except Dropped as reason:
             raise DataError(f"{where}: no prompt: {reason}") from None
         prompt = before_answer(messages)
@@ -48,17 +56,24 @@ def prompts(path: Path) -> Iterator[Messages]:
         yield prompt
 
 
-def questions(paths: Iterable[Path], dropped: Counter[str]) -> Iterator[Messages]:
-    """Chats without their answers; a line may be a prompt, too. Those that ask nothing are counted by reason."""
+def questions(paths: Iterable[Path], dropped: Counter[str], left_out: Counter[str]) -> Iterator[Messages]:
+    """Chats without their answers; a line may be a prompt, too. Those that ask nothing or lack turns are counted alike."""
     for path in paths:
         for where, record in _records(path):
             try:
-                messages = _messages(_prompt_or_turns(record, where))
+                messages, lacks = _messages(_prompt_or_turns(record, where))
                 if not any(message["role"] == "user" for message in before_answer(messages)):
                     raise Dropped("the user says nothing before the assistant")
-                yield [message for message in messages if message["role"] != "assistant"]
             except Dropped as reason:
                 dropped[str(reason)] += 1
+            else:
+                left_out.update(lacks)
+                yield [message for message in messages if message["role"] != "assistant"]
+
+
+def holds_half(text: str) -> bool:
+    """Whether there is a lone surrogate in it, as JSON may bring one."""
+    return _SURROGATE.search(text) is not None
 
 
 def before_answer(messages: Messages) -> Messages:
@@ -97,20 +112,38 @@ def _turns(record: Any, where: str) -> list[Any]:
     return turns
 
 
-def _messages(turns: list[Any]) -> Messages:
-    messages = []
+def _messages(turns: list[Any]) -> tuple[Messages, set[str]]:
+    """The turns as far as they are of use, and which are left out; raises Dropped if no answer stands before those."""
+    messages: Messages = []
+    left_out = set()
     for turn in turns:
-        if not isinstance(turn, dict):
-            raise Dropped("a turn is not an object")
-        role, content = _first(str, turn, "role", "from"), _first(str, turn, "content", "value")
-        if role not in _ROLES:
-            raise Dropped("a role is none of system, user (human), assistant (gpt)")
-        if content is None or not content.strip():
-            raise Dropped("a turn has no text")
-        if _SURROGATE.search(content):
-            raise Dropped("a turn's text holds half a character (a lone surrogate)")
-        messages.append({"role": _ROLES[role], "content": content.strip()})
-    return messages
+        try:
+            message = _message(turn)
+        except Dropped as reason:
+            if len(before_answer(messages)) == len(messages):
+                raise
+            return messages, left_out | {f"all from where {reason}"}
+        if message["content"]:
+            messages.append(message)
+        else:
+            left_out.add("a system turn without text")
+    return messages, left_out
+
+
+def _message(turn: Any) -> dict[str, str]:
+    """Role and text, which may be empty of the system's alone; raises Dropped."""
+    if not isinstance(turn, dict):
+        raise Dropped("a turn is not an object")
+    role, content = _first(str, turn, "role", "from"), _first(str, turn, "content", "value")
+    if role not in _ROLES:
+        raise Dropped("a role is none of system, user (human), assistant (gpt)")
+    if content is None and role == "system" and not (turn.get("content") or turn.get("value")):
+        content = ""
+    if content is None or not (content.strip() or role == "system"):
+        raise Dropped("a turn has no text")
+    if holds_half(content):
+        raise Dropped(f"a turn's text {HALF}")
+    return {"role": _ROLES[role], "content": content.strip()}
 
 
 def _up_to_last_answer(messages: Messages) -> Messages:

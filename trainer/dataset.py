@@ -72,6 +72,10 @@ def open_shards(path: Path, split: Split) -> Shards:
         counts, tokenizer_digest = meta["splits"][split], meta["tokenizer_digest"]
         num_documents, num_tokens = counts["documents"], counts["tokens"]
         checksums = {name: counts["sha256"][name] for name in _FILES}
+        told = [(int, num_documents), (int, num_tokens), *((str, text) for text in (tokenizer_digest, *checksums.values()))]
+        for kind, value in told:
+            if type(value) is not kind:
+                raise TypeError(f"{kind.__name__} is needed, got {value!r}")
     except (KeyError, TypeError) as error:
         raise DataError(f"{path / 'meta.json'} does not say what is in {split} ({error}); prepare the data again") from None
     folder = path / split
@@ -191,7 +195,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise DataError(f"{path / 'meta.json'} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path / 'meta.json'} is not JSON: {error}") from None
     if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):
         raise DataError(f"{path / 'meta.json'} must describe {FORMAT} version {VERSION}; prepare the data again")

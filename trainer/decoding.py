@@ -13,6 +13,7 @@ Sources: DFlash (arXiv 2602.06036); rejection sampling: arXiv 2211.17192, algori
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,14 @@ from trainer.model.draft import DraftModel
 
 _KEY_STEP = 256
 """Attention looks at a multiple of these: a graph for each."""
+MIN_TEMPERATURE = 1e-3
+"""Above 0. Less is greedy in all but name, and logits divided by it leave fp32 in the end."""
+TEMPERATURES = f"0 or a finite number of at least {MIN_TEMPERATURE:g}"
+
+
+def is_temperature(value: float) -> bool:
+    """Whether `Sampling` can use it."""
+    return value == 0 or MIN_TEMPERATURE <= value < math.inf
 
 
 @dataclass(frozen=True, slots=True)

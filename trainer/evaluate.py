@@ -21,18 +21,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 
 from trainer.checkpoint import checkpoint_digest, load_checkpoint
 from trainer.config import Dtype, TargetConfig
-from trainer.conversations import prompts
+from trainer.conversations import Dropped, prompts
 from trainer.dataset import open_shards
-from trainer.decoding import Decoder, Response, Sampling, stop_token_ids, usable_device
+from trainer.decoding import TEMPERATURES, Decoder, Response, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog
+from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, target_info, tokenizer_digest
+from trainer.responses import rendered
 
 _NORMAL_95 = 1.959964
 _WARM_UP_TOKENS = 32
@@ -192,9 +192,9 @@ def _ratio(part: float, whole: float) -> float | None:
 def _render(where: str, tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     if tokenizer.chat_template:
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            raise DataError(f"{where}: the target's chat template refuses it: {error}") from None
+            text = rendered(tokenizer, messages, tokenize=False, add_generation_prompt=True)
+        except Dropped as reason:
+            raise DataError(f"{where}: the target's chat template refuses it: {reason.__cause__}") from reason
     else:
         text = "\n".join(message["content"] for message in messages)
     ids: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
@@ -221,15 +221,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=int, help="take only the first LIMIT prompts")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest response (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help=f"{TEMPERATURES}; 0 is greedy (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of both models (%(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda:N (%(default)s)")
     parser.add_argument("--root", type=Path, default=Path(), help="folder that relative paths start from (here)")
     parser.add_argument("--output", type=Path, help="folder for events.jsonl and evaluation.json")
     args = parser.parse_args(argv)
-    if args.max_new_tokens < 1 or args.temperature < 0 or args.seed < 0 or (args.limit is not None and args.limit < 1):
-        parser.error("--max-new-tokens and --limit must be at least 1, --temperature and --seed at least 0")
+    if args.max_new_tokens < 1 or args.seed < 0 or (args.limit is not None and args.limit < 1):
+        parser.error("--max-new-tokens and --limit must be at least 1, --seed at least 0")
+    if not is_temperature(args.temperature):
+        parser.error(f"--temperature must be {TEMPERATURES}, got {args.temperature}")
     dtype: Dtype = args.dtype
     settings = Settings(
         checkpoint=args.checkpoint,
@@ -260,18 +262,15 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        set_aside(folder, "events.jsonl")
         log = EventLog(folder / "events.jsonl")
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be used: {error}") from None
     log.write(STARTED, checkpoint=str(settings.checkpoint), prompts=str(settings.prompts))
     try:
         document = evaluate(settings, lambda pair: log.write(PROMPT, **_told(pair, settings)))
-        partial = folder / ".evaluation.json.partial"
-        partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        partial.replace(folder / "evaluation.json")
+        _keep(document, folder)
         log.write(FINISHED, **document)
-    except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be used: {error}") from None
     except BaseException as error:
         with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
             log.write(FAILED, error=sentence(error))
@@ -279,6 +278,15 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
     finally:
         log.close()
     return document
+
+
+def _keep(document: dict[str, Any], folder: Path) -> None:
+    partial = folder / ".evaluation.json.partial"
+    try:
+        partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        partial.replace(folder / "evaluation.json")
+    except OSError as error:
+        raise ConfigError(f"--output {folder} cannot be used: {error}") from None
 
 
 def _told(pair: Pair, settings: Settings) -> dict[str, Any]:

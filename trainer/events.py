@@ -9,6 +9,7 @@ are null, and so are those that are not finite: every line is strict JSON.
 
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import threading
@@ -63,6 +64,18 @@ class EventLog:
         with self._lock, contextlib.suppress(OSError):
             self._ended = True
             self._file.close()
+
+
+def free_number(folder: Path) -> int:
+    """The first under which nothing of an earlier start is kept there, neither events nor checkpoints."""
+    names = ("events.{}.jsonl", "checkpoints.{}")
+    return next(n for n in itertools.count(1) if not any((folder / name.format(n)).exists() for name in names))
+
+
+def set_aside(path: Path, number: int) -> None:
+    """Keep what an earlier start left there, as events.1.jsonl and checkpoints.1 or a higher number; raises OSError."""
+    if path.exists():
+        path.rename(path.with_name(f"{path.stem}.{number}{path.suffix}"))
 
 
 def utc_now() -> str:

@@ -3,7 +3,8 @@
 `--format flat` is z-lab's layout, which a checkpoint already has; `--format speculators` is that of vllm-project/speculators.
 Both get a model card, README.md: what the drafter was trained on, how, and what was measured. The card takes what it says from
 the run's config.json and its events up to the checkpoint's step, from the shards' meta.json and from evaluations of this very
-checkpoint that are named; what is not there it leaves out. The output folder appears whole or not at all.
+checkpoint that are named; what is not there it leaves out. Of an earlier start, whose checkpoints lie in checkpoints.1 or the
+next number, events.1.jsonl tells both. The output folder appears whole or not at all.
 
 Sources: the keys are those that vllm-project/speculators 0.9 writes and reads.
 """
@@ -11,6 +12,7 @@ Sources: the keys are those that vllm-project/speculators 0.9 writes and reads.
 import argparse
 import contextlib
 import json
+import re
 import shutil
 import signal
 import sys
@@ -18,18 +20,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trainer.checkpoint import appearing_folder, check_made_for, checkpoint_digest, read_config, step_of
+from trainer.checkpoint import appearing_folder, checkpoint_digest, load_checkpoint, read_config, step_of
 from trainer.config import TargetConfig, TrainConfig
 from trainer.dataset import FORMAT
 from trainer.errors import CheckpointError, ConfigError, TrainerError
-from trainer.events import STEP, VALIDATION, parse_line
-from trainer.model.target import load_config
+from trainer.events import STARTED, STEP, VALIDATION, parse_line
+from trainer.model.target import described_target, load_config
 
 Format = Literal["flat", "speculators"]
 _NOT_THE_DECODERS = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers")
 """Keys of the flat layout that do not describe the decoder itself."""
+_EARLIER = re.compile(r"checkpoints\.(\d+)")
+"""Where `trainer.__main__` keeps the checkpoints of an earlier start."""
 
 
 def export(
@@ -43,7 +48,7 @@ def export(
     config = read_config(checkpoint)
     target, root = (target, Path()) if target else _target_of(run, checkpoint)
     found = load_config(target, root)
-    check_made_for(checkpoint, config, (found.num_hidden_layers, found.hidden_size, found.vocab_size))
+    load_checkpoint(checkpoint, described_target(found), torch.float32)  # what cannot be loaded is of no use to others
     digest = checkpoint_digest(checkpoint)
     measured = [_read_evaluation(path, digest) for path in evaluations]
     if kind == "speculators":
@@ -51,7 +56,7 @@ def export(
         written = speculators_config(config, target.path, architecture)
     else:
         written = config
-    told = _read_events(checkpoint) if run else []
+    told = _measured(checkpoint) if run else []
     card = model_card(kind, config, _public(target.path), run, _read_meta(run), told, measured)
     with _sentences(output), appearing_folder(output) as folder:
         shutil.copyfile(checkpoint / "model.safetensors", folder / "model.safetensors")
@@ -139,7 +144,7 @@ def _recipe_lines(run: TrainConfig | None) -> list[str]:
 def _number_lines(told: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for event in (STEP, VALIDATION):
-        last = next((e for e in reversed(told) if e["event"] == event and e.get("loss") is not None), None)
+        last = next((e for e in reversed(told) if e["event"] == event), None)
         if last is not None:
             where = "training batches" if event == STEP else "held-out split"
             lines.append(
@@ -169,14 +174,18 @@ def _public(target: str) -> str:
 
 def _target_of(run: TrainConfig | None, checkpoint: Path) -> tuple[TargetConfig, Path]:
     if run is None:
-        raise ConfigError(f"--target is required: {checkpoint} does not lie in a run's folder, whose config.json would name it")
+        raise ConfigError(f"--target is required: {checkpoint} does not lie in the folder of a run that would name it")
     return run.target, Path(run.run.root)
 
 
 def _read_run(checkpoint: Path) -> TrainConfig | None:
-    """The run's configuration; None where the folder around is no run's."""
+    """The run's configuration; None where the folder around is no run's. config.json is the newest start's."""
+    if _EARLIER.fullmatch(checkpoint.parent.name):
+        found = next((event.get("config") for event in _read_events(checkpoint) if event["event"] == STARTED), None)
+    else:
+        found = _read_json(checkpoint.parent.parent / "config.json")
     try:
-        return TrainConfig.from_dict(_read_json(checkpoint.parent.parent / "config.json"))
+        return TrainConfig.from_dict(found)
     except ConfigError:
         return None
 
@@ -185,27 +194,46 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file that need not be there."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
 def _read_meta(run: TrainConfig | None) -> dict[str, Any] | None:
+    """What the shards say of themselves; None for a file that is none of ours."""
     meta = _read_json(Path(run.run.root) / run.data.path / "meta.json") if run else None
-    return meta if meta and meta.get("format") == FORMAT else None
+    if meta is None or meta.get("format") != FORMAT:
+        return None
+    try:
+        _data_lines(meta)
+    except (LookupError, TypeError, AttributeError):
+        return None
+    return meta
 
 
 def _read_events(checkpoint: Path) -> list[dict[str, Any]]:
-    """What was measured in the run up to the checkpoint's step; nothing if its name does not tell it."""
+    """What the start that wrote this checkpoint has told; its folder and its events were set aside under one number."""
+    earlier = _EARLIER.fullmatch(checkpoint.parent.name)
+    name = f"events.{earlier[1]}.jsonl" if earlier else "events.jsonl"
+    try:
+        lines = (checkpoint.parent.parent / name).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [event for event in map(parse_line, lines) if event is not None]
+
+
+def _measured(checkpoint: Path) -> list[dict[str, Any]]:
+    """The events up to the checkpoint's step that have numbers for the card; none if its name does not tell the step."""
     last = step_of(checkpoint)
     if last is None:
         return []
-    try:
-        lines = (checkpoint.parent.parent / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    measured = [event for event in map(parse_line, lines) if event is not None and event["event"] in (STEP, VALIDATION)]
-    return [event for event in measured if event["step"] <= last]
+    return [
+        event
+        for event in _read_events(checkpoint)
+        if event["event"] in (STEP, VALIDATION)
+        and all(isinstance(event.get(key), int | float) for key in ("step", "loss", "acceptance_length"))
+        and event["step"] <= last
+    ]
 
 
 def _read_evaluation(path: Path, digest: str) -> dict[str, Any]:
@@ -214,6 +242,10 @@ def _read_evaluation(path: Path, digest: str) -> dict[str, Any]:
         raise ConfigError(f"--evaluation {path} must be a document of `python -m trainer.evaluate`")
     if document.get("checkpoint_sha256") != digest:
         raise ConfigError(f"--evaluation {path} must be of this checkpoint, got one of {document.get('checkpoint')}")
+    try:
+        _evaluation_line(document)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"--evaluation {path} must be a whole document of `python -m trainer.evaluate`: {error!r}") from None
     return document
 
 

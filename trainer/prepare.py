@@ -1,12 +1,14 @@
 """Chats become token shards: `python -m trainer.prepare CONFIG.json`, or by hand with --input, --output and --target.
 
 CONFIG.json is that of the run that will train on them: its section `prepare` says of what they are made, and how, `data.path`
-is where they go, `batch.row_tokens` how long a document may be. What happens is told in events.jsonl beside it.
+is where they go, `batch.row_tokens` how long a document may be. What happens is told in events.jsonl beside it; that of an
+earlier start is moved aside, as events.1.jsonl or the next number.
 
 Each line holds a conversation, as `messages` (role, content) or ShareGPT `conversations` (from, value). The target's own chat
 template renders it; the assistant's tokens, the end of their turn included, are the responses that a drafter learns. A template
 with a `{% generation %}` block tells them itself; else they lie between the prompt that the template renders before an answer
-and the end of that answer, and a conversation where such a prompt is not a true prefix of the whole is dropped.
+and the end of that answer. An answer whose prompt is not a true prefix of the whole is not learnt; where none is, the
+conversation is dropped.
 
 A conversation longer than --max-tokens is cut after the last answer that fits, because a conversation's beginning is itself a
 conversation; one whose first answer does not fit is dropped. Nothing is left behind when anything fails.
@@ -41,9 +43,9 @@ from trainer.answers import Answers, LocalAnswers, ServerAnswers
 from trainer.config import BatchConfig, PrepareConfig, TargetConfig, TrainConfig, is_url
 from trainer.conversations import Dropped, Messages, before_answer, conversations, questions
 from trainer.dataset import ShardWriter, Split
-from trainer.decoding import Sampling, stop_token_ids, usable_device
+from trainer.decoding import TEMPERATURES, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog
+from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog, free_number, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, tokenizer_digest
 from trainer.regenerate import Progress, Regeneration, regenerate, regenerated
 from trainer.responses import cut, encode
@@ -69,6 +71,8 @@ class Report:
     shortened: int = 0
     unfinished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Turns, each kind once a conversation."""
 
     def __str__(self) -> str:
         """A few lines for people."""
@@ -79,6 +83,7 @@ class Report:
             f"{self.tokens} tokens, {self.response_tokens} of them responses",
             f"shortened {self.shortened} to their last answer within {self.max_tokens} tokens",
             *([f"{self.unfinished} end with an answer that was broken off"] if self.unfinished else []),
+            *(f"left out of {count} conversations: {which}" for which, count in self.left_out.most_common()),
             f"dropped {dropped}",
             *(f"  {count}  {reason}" for reason, count in self.dropped.most_common()),
         ]
@@ -93,6 +98,7 @@ class Report:
             "response_tokens": self.response_tokens,
             "shortened": self.shortened,
             "unfinished": self.unfinished,
+            "left_out": dict(self.left_out),
             "dropped": dict(self.dropped),
         }
 
@@ -121,21 +127,26 @@ def prepare(
         raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
     report = Report(output, max_tokens)
     if regeneration is None:
-        chats = ((messages, "") for messages in conversations(inputs, report.dropped))
+        chats = ((messages, "") for messages in conversations(inputs, report.dropped, report.left_out))
     else:
         chats = _answered(inputs, target, root, tokenizer, regeneration, report, tell)
     with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
         for chat in chats:
             _add(writer, report, tokenizer, chat, held_out)
         if not report.documents["train"]:
-            reasons = "; ".join(f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3))
-            raise DataError(f"{inputs[0]}: no conversation is left to train on ({reasons or 'none was given'})")
+            reasons = [f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3)]
+            if report.documents["held_out"]:
+                reasons.insert(
+                    0, f"all {report.documents['held_out']} that could be are held out, for the share is {held_out:g}"
+                )
+            raise DataError(f"{inputs[0]}: no conversation is left to train on ({'; '.join(reasons) or 'none was given'})")
         about = {
             "target": target.path,
             "gguf_file": target.gguf_file,
             "max_tokens": max_tokens,
             "shortened": report.shortened,
             "unfinished": report.unfinished,
+            "left_out": dict(report.left_out),
             "dropped": dict(report.dropped),
             "regenerated": asdict(regeneration) if regeneration else None,
         }
@@ -153,7 +164,7 @@ def _answered(
     tell: Callable[[Progress], object],
 ) -> Iterator[tuple[Messages, str]]:
     """The conversations of `inputs` with the target's own answers, which lie in a journal beside the output."""
-    asked = list(questions(inputs, report.dropped))
+    asked = list(questions(inputs, report.dropped, report.left_out))
     made_with = {
         "inputs": list(map(_file_digest, inputs)),
         "answers": "from a server" if settings.server else f"here, in {target.dtype}",
@@ -166,10 +177,12 @@ def _answered(
         "seed": settings.seed,
         "unfinished": "kept",
     }
+    if report.left_out:  # a journal of when such conversations were dropped numbers the others differently
+        made_with["left_out"] = dict(report.left_out)
     journal = report.output.with_name(f"{report.output.name}.regenerated.jsonl")
     somebody = functools.partial(_somebody, target, root, tokenizer, settings, report.max_tokens)
     regenerate(asked, somebody, journal, made_with, tell)
-    return regenerated(journal, made_with, report.dropped)
+    return regenerated(journal, made_with, len(asked), report.dropped)
 
 
 def _file_digest(path: Path) -> str:
@@ -294,7 +307,9 @@ def _parser() -> argparse.ArgumentParser:
         "--regenerate", action="store_true", help="replace all answers by the target's own; needed by what follows"
     )
     defaults = Regeneration()
-    group.add_argument("--temperature", type=float, default=defaults.temperature, help="0 is greedy (%(default)s)")
+    group.add_argument(
+        "--temperature", type=float, default=defaults.temperature, help=f"{TEMPERATURES}; 0 is greedy (%(default)s)"
+    )
     group.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="longest answer (%(default)s)")
     group.add_argument("--rows", type=int, default=defaults.num_rows, help="answers in progress at once (%(default)s)")
     group.add_argument("--seed", type=int, default=defaults.seed, help="of sampling here (%(default)s)")
@@ -311,8 +326,10 @@ def _by_hand(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Repor
         parser.error("CONFIG.json, or --input, --output and --target are required")
     if args.max_tokens < 1 or not 0 <= args.held_out < 1:
         parser.error("--max-tokens must be at least 1 and --held-out 0..1, 1 excluded")
-    if args.temperature < 0 or args.seed < 0 or args.max_new_tokens < 1 or args.rows < 1:
-        parser.error("--temperature and --seed must be at least 0, --max-new-tokens and --rows at least 1")
+    if args.seed < 0 or args.max_new_tokens < 1 or args.rows < 1:
+        parser.error("--seed must be at least 0, --max-new-tokens and --rows at least 1")
+    if not is_temperature(args.temperature):
+        parser.error(f"--temperature must be {TEMPERATURES}, got {args.temperature}")
     if args.server is not None and not is_url(args.server):
         parser.error(f"--server must be a URL such as http://host:8000/v1, got {args.server}")
     regeneration = Regeneration(
@@ -343,6 +360,7 @@ def _recorded(path: Path) -> Report:
     """What the configuration of a run says, told in events.jsonl beside it."""
     try:
         text = path.read_text(encoding="utf-8")
+        set_aside(path.parent / "events.jsonl", free_number(path.parent))
         log = EventLog(path.parent / "events.jsonl")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be used: {error}") from None
@@ -364,6 +382,8 @@ def _recorded(path: Path) -> Report:
 
 def _configured(config: TrainConfig, tell: Callable[[Progress], object]) -> Report:
     root, how = Path(config.run.root), config.prepare
+    if not is_temperature(how.temperature):
+        raise ConfigError(f"prepare.temperature must be {TEMPERATURES}, got {how.temperature}")
     regeneration = Regeneration(
         temperature=how.temperature,
         max_new_tokens=how.max_new_tokens,

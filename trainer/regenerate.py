@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.answers import Answer, Answers
-from trainer.conversations import Messages
+from trainer.conversations import HALF, Messages, holds_half
 from trainer.errors import DataError
 
 
@@ -69,7 +69,7 @@ def regenerate(
     left. A journal that was `made_with` something else is refused.
     """
     with _sentences(journal), _locked(journal) as file:
-        known = _scan(journal, made_with)
+        known = _scan(journal, made_with, len(questions))
         left = deque(i for i in range(len(questions)) if i not in known)
         if not left:
             return
@@ -100,17 +100,21 @@ def regenerate(
                 tell(Progress(len(known) + done, len(questions), done / seconds, tokens / seconds, remaining))
 
 
-def regenerated(journal: Path, made_with: dict[str, Any], dropped: Counter[str]) -> Iterator[tuple[Messages, str]]:
+def regenerated(
+    journal: Path, made_with: dict[str, Any], num_questions: int, dropped: Counter[str]
+) -> Iterator[tuple[Messages, str]]:
     """The conversations of a journal in the order of its questions, each with how the answer that does not end begins, or "".
 
     Those without any answer are counted by reason.
     """
-    known = _scan(journal, made_with)
+    known = _scan(journal, made_with, num_questions)
     with _sentences(journal), journal.open("rb") as file:
         for key in sorted(known):
             file.seek(known[key])
             line = json.loads(file.readline())
-            if line["messages"]:
+            if any(map(holds_half, [*(message["content"] for message in line["messages"]), line.get("unfinished", "")])):
+                dropped[f"its answer {HALF}"] += 1
+            elif line["messages"]:
                 yield line["messages"], line.get("unfinished", "")
             else:
                 dropped[line["why_not"]] += 1
@@ -155,21 +159,26 @@ def _line(answer: Answer, chat: Messages) -> dict[str, Any]:
     return told
 
 
-def _scan(journal: Path, made_with: dict[str, Any]) -> dict[int, int]:
+def _scan(journal: Path, made_with: dict[str, Any], num_questions: int) -> dict[int, int]:
     """Where the line of each conversation begins, by number; what a kill has torn off is cut from the file."""
     known: dict[int, int] = {}
-    before, end = made_with, 0
+    before, end, number = made_with, 0, 0
     with _sentences(journal), contextlib.suppress(FileNotFoundError), journal.open("rb") as file:
         try:
             for line in itertools.takewhile(lambda line: line.endswith(b"\n"), file):
+                number += 1
                 told = json.loads(line)
                 if end == 0:
                     before = dict(told["made_with"])
                 else:
+                    _check_line(told, num_questions)
                     known[told["index"]] = end
                 end += len(line)
-        except (ValueError, LookupError, TypeError):
-            raise DataError(f"{journal} must hold answers of `python -m trainer.prepare`; remove it to begin anew") from None
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise DataError(
+                f"{journal} must hold answers of `python -m trainer.prepare`, line {number} does not ({error!r}); "
+                "remove that line, or the file to begin anew"
+            ) from None
         if end < os.fstat(file.fileno()).st_size:
             os.truncate(journal, end)
     different = [key for key in made_with if before.get(key) != made_with[key]]
@@ -180,6 +189,16 @@ def _scan(journal: Path, made_with: dict[str, Any]) -> dict[int, int]:
             "remove it to begin anew, or choose another output"
         )
     return known
+
+
+def _check_line(told: Any, num_questions: int) -> None:
+    """Raises LookupError, TypeError or ValueError for what `_line` would not have made of one of so many questions."""
+    texts = [told["why_not"], told.get("unfinished", "")]
+    texts += [message[key] for message in told["messages"] for key in ("role", "content")]
+    if type(told["index"]) is not int or not all(isinstance(text, str) for text in texts):
+        raise TypeError("a value is of the wrong type")
+    if not 0 <= told["index"] < num_questions:
+        raise ValueError(f"index must be 0..{num_questions - 1}, got {told['index']}")
 
 
 def _write(file: Any, value: dict[str, Any]) -> None:

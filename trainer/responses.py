@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
@@ -27,17 +26,13 @@ def encode(
 
     It ends with an answer, or with a question and how the answer begins: `unfinished`, as the target wrote it.
     """
-    try:
-        if _GENERATION.search(str(tokenizer.chat_template)):
-            out: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=bool(unfinished), return_dict=True, return_assistant_tokens_mask=True
-            )
-            begun = tokenizer(unfinished, add_special_tokens=False)["input_ids"] if unfinished else []
-            loss_mask = np.array([*out["assistant_masks"], *[1] * len(begun)], dtype=np.bool_)
-            return np.array([*out["input_ids"], *begun], dtype=np.uint32), loss_mask
-        text, spans = response_spans(tokenizer, messages, unfinished)
-    except jinja2.TemplateError:
-        raise Dropped("the chat template refuses it") from None
+    if _GENERATION.search(str(tokenizer.chat_template)):
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        out = rendered(tokenizer, messages, add_generation_prompt=bool(unfinished), **options)
+        begun = tokenizer(unfinished, add_special_tokens=False)["input_ids"] if unfinished else []
+        loss_mask = np.array([*out["assistant_masks"], *[1] * len(begun)], dtype=np.bool_)
+        return np.array([*out["input_ids"], *begun], dtype=np.uint32), loss_mask
+    text, spans = response_spans(tokenizer, messages, unfinished)
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = np.array([start for start, _ in out["offset_mapping"]])
     loss_mask = np.zeros(len(starts), dtype=np.bool_)
@@ -46,32 +41,43 @@ def encode(
     return np.array(out["input_ids"], dtype=np.uint32), loss_mask
 
 
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
+    """What `apply_chat_template` gives; raises Dropped, with the cause, where a template refuses or fails in any way."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:
+        raise Dropped("the chat template refuses it") from error
+
+
 def response_spans(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, unfinished: str = ""
 ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered conversation and the characters [begin, end) of each answer, end of turn included; raises Dropped.
 
-    An answer begins after the prompt that the template renders for it, which has to be how the whole text begins. It ends with
-    its own text and the end of turn; in between stands what the template adds, such as Qwen3's thinking tags around nothing.
-    The end of turn is what follows the last answer, cut to the tags that follow all; an `unfinished` one has none.
+    An answer begins after the prompt that the template renders for it, and ends with its own text and the end of turn; in
+    between stands what the template adds, such as Qwen3's thinking tags around nothing. Where the whole text does not begin
+    with that prompt, as with earlier answers of a template whose prompts open the thoughts, the answer is not learnt, for
+    nothing is asked like that. The end of turn is what follows the last answer, cut to the tags that follow all; an
+    `unfinished` one has none.
     """
 
     def render(count: int, *, prompt: bool = False) -> str:
-        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
+        return str(rendered(tokenizer, messages[:count], tokenize=False, add_generation_prompt=prompt))
 
     text = render(len(messages), prompt=bool(unfinished))
     begun = [(len(text), len(text) + len(unfinished))] if unfinished else []
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    prompts = [render(i, prompt=True) for i in answers]
-    if not all(text.startswith(prompt) for prompt in prompts):
+    asked = [(i, prompt) for i in answers if text.startswith(prompt := render(i, prompt=True))]
+    if not asked and not begun:
         raise Dropped("the chat template renders its turns differently inside the whole conversation")
-    if not answers:
+    if not asked:
         return text + unfinished, begun
-    bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in answers]
+    learnt, prompts = zip(*asked, strict=True)
+    bodies = [messages[i]["content"].rpartition("</think>")[2].strip() for i in learnt]
     if not all(bodies):
         raise Dropped("an answer is nothing but thoughts")
     limits = [len(prompt) for prompt in prompts[1:]] + [len(text)]
-    up_to_last = render(answers[-1] + 1)  # a question behind it would look like its end
+    up_to_last = render(learnt[-1] + 1)  # a question behind it would look like its end
     for ending in _endings(up_to_last[len(prompts[-1]) :], bodies[-1]):
         closed = [body + ending for body in bodies]
         found = [text.find(closed[i], len(prompts[i]), limits[i]) for i in range(len(bodies))]

@@ -53,6 +53,7 @@ def test_an_empty_split_is_refused(folder: Path) -> None:
     ("meta", "text"),
     [
         (None, "meta.json is missing"),
+        ("[" * 100_000, "is not JSON"),
         ("{", "is not JSON"),
         ('{"format": "other"}', "must describe dflash-token-shards version 2"),
         ('{"format": "dflash-token-shards", "version": 2}', r"meta.json does not say what is in train \('splits'\)"),
@@ -115,3 +116,17 @@ def test_offsets_that_do_not_ascend_are_refused(folder: Path) -> None:
 def test_data_that_a_run_cannot_train_on_is_refused(folder: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
         check(open_shards(folder, "train"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [("documents", "3"), ("documents", None), ("tokens", None), ("tokens", 9.0), ("sha256", {"tokens": 5})]
+)
+def test_a_count_of_the_wrong_type_is_one_sentence(folder: Path, place: str, value: Any) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    counts = meta["splits"]["train"]
+    counts[place] = counts[place] | value if isinstance(value, dict) else value
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(
+        DataError, match=r"meta\.json does not say what is in train \((int|str) is needed, got .*; prepare the data"
+    ):
+        open_shards(folder, "train")

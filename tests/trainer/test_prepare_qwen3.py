@@ -120,7 +120,42 @@ def test_a_system_prompt_may_come_late(tokenizer: Any) -> None:
     )
 
 
-def test_two_answers_in_a_row_are_dropped(tokenizer: Any) -> None:
-    """The first has thinking tags when the target is asked for the second, and none behind it: nothing is asked like that."""
-    with pytest.raises(Dropped, match="renders its turns differently inside the whole conversation"):
-        responses.encode(tokenizer, [*chat("hello", "hi"), {"role": "assistant", "content": "there"}])
+def test_of_two_answers_in_a_row_the_first_is_learnt(tokenizer: Any) -> None:
+    """It has thinking tags when the target is asked for the second, and none behind it: nothing is asked like that."""
+    assert marked(tokenizer, [*chat("hello", "hi"), {"role": "assistant", "content": "there"}]) == (
+        f"{HELLO}⟦hi<|im_end|>⟧\n<|im_start|>assistant\n{EMPTY}there<|im_end|>\n"
+    )
+
+
+@pytest.fixture
+def thinker(make_target: Callable[[str], Path]) -> Any:
+    """Like Qwen3-4B-Thinking-2507: the prompt opens the thoughts, and earlier answers have none."""
+    opening, plain = "{{- '<|im_start|>assistant\\n<think>\\n' }}", "{{- '<|im_start|>assistant\\n' }}"
+    assert QWEN3.read_text().count(plain) == 1
+    return transformers.AutoTokenizer.from_pretrained(make_target(QWEN3.read_text().replace(plain, opening)))
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (chat("hello", "hi, you"), f"{HELLO}<think>\n⟦\n</think>\n\nhi, you<|im_end|>⟧\n"),
+        (
+            chat("hello", f"{THINKS}hi", "how?", f"{THINKS}well"),
+            f"{HELLO}hi<|im_end|>\n{HOW}<think>\n⟦short words\n</think>\n\nwell<|im_end|>⟧\n",
+        ),
+        (
+            chat("hello", "well", "how?", f"{THINKS}well", "hello", f"{THINKS}well"),
+            f"{HELLO}well<|im_end|>\n{HOW}well<|im_end|>\n{HELLO}<think>\n⟦short words\n</think>\n\nwell<|im_end|>⟧\n",
+        ),
+    ],
+)
+def test_where_prompts_open_the_thoughts_the_last_answer_alone_is_learnt(
+    thinker: Any, messages: list[dict[str, str]], expected: str
+) -> None:
+    assert marked(thinker, messages) == expected
+
+
+def test_where_prompts_open_the_thoughts_one_that_was_broken_off_is_learnt(thinker: Any) -> None:
+    text, spans = responses.response_spans(thinker, [*chat("hello", "hi"), *chat("how?", "")[:1]], "well, I")
+    assert text == f"{HELLO}hi<|im_end|>\n{HOW}<think>\nwell, I"
+    assert [text[begin:end] for begin, end in spans] == ["well, I"]

@@ -152,6 +152,11 @@ def load_config(config: TargetConfig, root: Path) -> Any:
         return _load_config(resolve_source(config, root), config)
 
 
+def described_target(hf_config: Any) -> TargetInfo:
+    """What a drafter has to know, of what `load_config` gives: without the weights."""
+    return _info(hf_config, hf_config.num_hidden_layers, hf_config.vocab_size)
+
+
 def load_tokenizer(config: TargetConfig, root: Path) -> Any:
     """The target's tokenizer (`PreTrainedTokenizerBase`); raises TargetError."""
     source = resolve_source(config, root)
@@ -237,9 +242,10 @@ def _load(kind: Any, source: str, target: TargetConfig, **options: Any) -> Any:
         options["gguf_file"] = target.gguf_file
     try:
         return kind.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # whatever a broken file makes of foreign code
         where = "" if Path(source).is_dir() else " (no such folder under run.root, so it is taken as a hub id)"
-        reason = " ".join(str(error).split()) or type(error).__name__
+        spoken = isinstance(error, OSError | ValueError | ImportError | RuntimeError)  # others are for programmers
+        reason = " ".join(str(error if spoken else f"{type(error).__name__}: {error}").split()) or type(error).__name__
         raise TargetError(f"target.path {target.path}{where} cannot be loaded: {reason}") from error
 
 
