@@ -30,7 +30,7 @@ from trainer.conversations import Dropped, prompts
 from trainer.dataset import open_shards
 from trainer.decoding import TEMPERATURES, Decoder, Response, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog, set_aside
+from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog, free_number, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, target_info, tokenizer_digest
 from trainer.responses import rendered
 
@@ -262,7 +262,7 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        set_aside(folder, "events.jsonl")
+        set_aside(folder / "events.jsonl", free_number(folder))
         log = EventLog(folder / "events.jsonl")
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be used: {error}") from None
