@@ -100,10 +100,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Hold `folder` against other runs, until this process dies at the latest; raises ConfigError if one holds it, OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
         yield
-    except BlockingIOError:
-        raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
     finally:
         os.close(descriptor)
 
