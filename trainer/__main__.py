@@ -47,9 +47,10 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("trainer").setLevel(logging.INFO)
-    if len(argv) != 1:
-        sys.stderr.write("usage: python -m trainer CONFIG.json\n")
-        return 2
+    if len(argv) != 1 or argv[0] in ("-h", "--help"):
+        asked = len(argv) == 1
+        (sys.stdout if asked else sys.stderr).write("usage: python -m trainer CONFIG.json\n")
+        return 0 if asked else 2
     try:
         _run(Path(argv[0]), mailbox)
     except TrainerError as error:

@@ -109,9 +109,10 @@ def _forbidden(proof: dict[str, Any]) -> list[tuple[str, int]]:
 
 def main(argv: Sequence[str]) -> int:
     """Judge the configuration in a file; returns the exit code."""
-    if len(argv) != 1:
-        sys.stderr.write("usage: python -m trainer.smoke CONFIG.json\n")
-        return 2
+    if len(argv) != 1 or argv[0] in ("-h", "--help"):
+        asked = len(argv) == 1
+        (sys.stdout if asked else sys.stderr).write("usage: python -m trainer.smoke CONFIG.json\n")
+        return 0 if asked else 2
     logging.getLogger("trainer").addHandler(logging.NullHandler())  # else Python shows errors that are told below
     try:
         verdict, code = smoke(_read(Path(argv[0]))), 1

@@ -368,6 +368,8 @@ def test_a_configuration_that_cannot_be_read_and_a_wrong_call(tmp_path: Path, ca
     assert "none.json cannot be used" in capsys.readouterr().err
     assert trainer.__main__.main([]) == 2
     assert capsys.readouterr().err == "usage: python -m trainer CONFIG.json\n"
+    assert trainer.__main__.main(["--help"]) == 0
+    assert capsys.readouterr().out == "usage: python -m trainer CONFIG.json\n"
 
 
 @pytest.mark.usefixtures("_handlers_restored")

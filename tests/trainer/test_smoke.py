@@ -151,3 +151,5 @@ def test_ctrl_c_is_130_and_still_a_document(tiny_run, tmp_path, stage):
 def test_a_wrong_call_is_2(capsys):
     assert main([]) == 2
     assert capsys.readouterr().err == "usage: python -m trainer.smoke CONFIG.json\n"
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == "usage: python -m trainer.smoke CONFIG.json\n"
