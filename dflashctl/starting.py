@@ -188,7 +188,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy, else at least 0.001.")] = 0.0,
     gpus: Annotated[str | None, typer.Option(metavar="0", help="The GPU by nvidia-smi's index.")] = None,
     wait_gpu: WaitGpu = 0.0,
     force: Force = False,

@@ -107,7 +107,7 @@ class PrepareConfig:
     regenerate: bool = False
     """Whether the target writes all answers anew. What follows says how, and needs it."""
     temperature: float = field(default=0.0, metadata=_bounds(0))
-    """0 is greedy. Sampling has `run.seed`."""
+    """0 is greedy, else at least 0.001. Sampling has `run.seed`."""
     max_new_tokens: int = field(default=1024, metadata=_bounds(1))
     """Of an answer; a longer one is kept as far as that, and the last of its conversation."""
     rows: int = field(default=64, metadata=_bounds(1))

@@ -87,7 +87,7 @@ def parse_line(line: str) -> dict[str, Any] | None:
     """One event, or None for a line that is torn or no event."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 

@@ -70,12 +70,16 @@ def examine(args: dict[str, Any]) -> dict[str, Any]:
     `args`: root, python (None: none serves), env, requirements {package: "<5.20,>=5.15"}, idle (uuids of GPUs that may be
     tried), gpus (how many there are).
     """
-    root = Path(args["root"])
+    root, layout = Path(args["root"]), Layout(args["root"])
     checks = [_tools()]
     if args["python"]:
         checks += [*_packages(args["python"], args), _torch(args["python"], args)]
-    checks += [*_disk(root), _memory(), _shm(), _port(_PORT), _leases(Layout(args["root"])), *_leftovers(Layout(args["root"]))]
-    checks.append(_caches(Layout(args["root"]), {**os.environ, **args["env"]}))
+    checks += [*_disk(root), _memory(), _shm(), _port(_PORT), _leases(layout)]
+    try:
+        checks += [*_leftovers(layout), _caches(layout, {**os.environ, **args["env"]})]
+    except OSError as error:
+        found, fix = f"runs cannot be listed: {error.strerror}", f"see who owns {layout.runs}"
+        checks.append(_check("leftovers", "unknown", f"ls {layout.runs}", found, fix))
     return {"checks": checks, "now": time.time()}
 
 

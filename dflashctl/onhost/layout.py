@@ -68,7 +68,7 @@ class Layout:
         """Every run that was claimed here; raises OSError where they cannot be listed, which is not the same as none."""
         try:
             names = sorted(os.listdir(self.runs))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return [RunFolder(self.runs / name) for name in names if _RUN_ID.fullmatch(name)]
 

@@ -39,7 +39,7 @@ class Host:
             self.away -= 1
             raise self.error
         if verb == "stop":
-            return {"already": True, "leftovers": 0, "survivors": [], "state": KILLED, "gpus": []}
+            return {"already": True, "leftovers": 0, "survivors": [], "warning": None, "state": KILLED, "gpus": []}
         if verb == "peek":
             return {"state": KILLED, "data": "", "place": watch.BEGIN, "log": "", "left": 0, "restarted": False}
         assert verb == "checkpoint"

@@ -225,6 +225,9 @@ def test_a_folder_of_runs_that_may_not_be_read_is_not_an_empty_one(bench, unpriv
     lock_away(bench.root / "runs", 0o700)
     code, stdout, stderr = unprivileged("status", "-H", "local")
     assert (code, "no run is living" in stdout, str(bench.root) in stderr) == (8, False, True)
+    _, stdout, _ = unprivileged("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(stdout)["hosts"][0]["checks"]}
+    assert (checks["leftovers"]["state"], "cannot be listed" in checks["leftovers"]["found"]) == ("unknown", True)
 
 
 def test_a_link_that_cannot_be_made_ends_no_launch_and_loses_no_run(bench, unprivileged: Unprivileged) -> None:

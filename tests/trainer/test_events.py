@@ -62,5 +62,6 @@ def test_a_full_disk_is_a_sentence_and_the_end_can_be_told_again() -> None:
 def test_torn_lines_are_no_events() -> None:
     assert parse_line('{"event": "step", "st') is None
     assert parse_line("[1]") is None
+    assert parse_line('{"event": "step", "x": ' + "[" * 100_000) is None
     assert parse_line('{"no": "event"}') is None
     assert parse_line('{"event": "step", "step": 3}') == {"event": "step", "step": 3}

@@ -143,7 +143,9 @@ def test_ctrl_c_is_130_and_still_a_document(tiny_run, tmp_path, stage):
     path, driver = tmp_path / "config.json", tmp_path / "driver.py"
     path.write_text(json.dumps(tiny_run.config()))
     driver.write_text(INTERRUPTED.replace("STAGE", stage))
-    done = subprocess.run([sys.executable, str(driver), str(path)], capture_output=True, text=True, timeout=120, check=False)
+    # a test run in the background of a script inherits an ignored SIGINT, and so would its children
+    command = ["env", "--default-signal=INT", sys.executable, str(driver), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (130, "stopped\n")
     assert json.loads(done.stdout) == {"schema": 1, "go": False, "reasons": ["stopped"]}
 
