@@ -71,11 +71,14 @@ def result(session: HostSession, record: RunRecord, key: str) -> dict[str, Any]:
 
 
 def overrides(session: HostSession, record: RunRecord) -> list[str]:
-    """What `--set` gave a run, as SECTION.KEY=VALUE: who resumes it means the same settings. Raises EnvironmentFault."""
+    """What `--set` gave a run, as SECTION.KEY=VALUE: who resumes it means the same, but for where it goes on from.
+
+    Raises EnvironmentFault.
+    """
     request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id}
     found = session.call("runs", "settings", request)
     try:
-        given = [key.split(".") for key, origin in found["origins"].items() if origin == SET]
+        given = [key.split(".") for key, origin in found["origins"].items() if origin == SET and key != "run.resume"]
         return [f"{section}.{key}={json.dumps(found['config'][section][key])}" for section, key in given]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise EnvironmentFault(f"{record.name}: its run.json and config.json are not those of one run") from None

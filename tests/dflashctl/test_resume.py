@@ -65,6 +65,9 @@ def test_what_set_gave_a_run_goes_on_with_it(bench) -> None:
     assert bench(*words, "--resume", "quick-2", "--set", "optim.lr=2e-5").exit_code == 0
     assert bench("tail", "quick-2").stdout.endswith("1 1e-05 7\n")
     assert bench("tail", "quick-3").stdout.endswith("1 2e-05 7\n")
+    assert bench(*words, "--tag", "quick", "--set", "run.resume=elsewhere", "--set", "draft.num_layers=2").exit_code == 0
+    assert bench(*words, "--resume", "quick-4").exit_code == 0
+    assert bench("tail", "quick-5").stdout.startswith("resumes runs/quick-4/checkpoints/step-10\n2 ")
     bench.experiment("other")
     assert bench(*words, "--tag", "other", "--resume", "quick-1").exit_code == 0
     assert not bench("tail", "other-1").stdout.endswith("1 1e-05 7\n")
