@@ -36,6 +36,8 @@ def test_every_line_does_what_it_says(bench, lab, ct) -> None:
     python.unlink()
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
+    for folder in ("targets/qwen3-8b", "data/qwen3-8b"):  # which the README says to put there
+        ct.path(f"/workspace/{folder}").mkdir(parents=True)
     smi = lab.smi_in(ct)
     smi.install()
     smi.gpus(eight_cards())
