@@ -277,7 +277,7 @@ def show(
     ctx = make_context(as_json)
     loaded = ctx.load(tag, experiment, sets)
     name, source = ctx.host_name(host, loaded.host)
-    if host:
+    if host:  # an experiment's own may be in somebody else's hosts.yaml: it is shown all the same
         ctx.hosts.get(host)
     rows = describe(loaded)
     if as_json:

@@ -13,6 +13,9 @@ from trainer.dataset import ShardWriter
 from trainer.model.target import tokenizer_digest
 
 VOCABULARY = 64
+TEMPLATE = """\
+{% for m in messages %}{% if m.role == 'assistant' %} w8 {{ m.content }} </s>\
+{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8 {% endif %}"""
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,12 @@ def make(root: Path, hidden_size: int = 32) -> TinyRun:
     documents = [[2 + (first + i) % 58 for i in range(length)] for first, length in spans]
     run.write_shards("data", documents, held_out=documents[:7])
     return run
+
+
+def make_with_template(root: Path) -> Path:
+    """The folder of such a target whose tokenizer has a chat template, w7 before a question and w8 before an answer."""
+    make(root)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "target")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(root / "target")
+    return root / "target"

@@ -113,16 +113,8 @@ class Layout:
     def lock(self, timeout_s: float = 20.0) -> Iterator[None]:
         """Held while releases are swapped or pruned and runs are claimed, so that neither pulls the other's floor away."""
         self.root.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + timeout_s
         with open(self.root / ".lock", "a") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise Fault("timeout", f"{self.root}/.lock is held by another dflashctl") from None
-                    time.sleep(0.02)
+            take_lock(file.fileno(), timeout_s, f"{self.root}/.lock is held by another dflashctl")
             yield
 
 
@@ -165,6 +157,19 @@ class RunFolder:
         except (OSError, ValueError):
             return ""
         return found.group(1) if found else ""
+
+
+def take_lock(descriptor: int, timeout_s: float, refusal: str) -> None:
+    """Lock an open file or folder until it is closed; raises Fault with `refusal` where another holds it for all that time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise Fault("timeout", refusal) from None
+            time.sleep(0.02)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,12 +11,11 @@ import fcntl
 import json
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any, Iterator, NamedTuple
 
 from dflashctl.onhost.entry import Fault
-from dflashctl.onhost.layout import Layout
+from dflashctl.onhost.layout import Layout, take_lock
 
 _MOST_CHARACTERS = 1000
 _TURN_S = 45.0
@@ -55,15 +54,7 @@ def turn(gpus: list[dict[str, Any]]) -> Iterator[None]:
         return
     directory = os.open("/", os.O_RDONLY)
     try:
-        deadline = time.monotonic() + _TURN_S
-        while True:
-            try:
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise Fault("timeout", "another launch on this machine is taking GPUs; try again") from None
-                time.sleep(0.02)
+        take_lock(directory, _TURN_S, "another launch on this machine is taking GPUs; try again")
         yield
     finally:
         os.close(directory)

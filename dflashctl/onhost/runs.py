@@ -106,7 +106,7 @@ def _refuse_retry(layout: Layout, dead: RunFolder) -> None:
     """Raise Fault where `dead` was stopped, also after its death, or another run goes on from it; the lock is held."""
     for mark in (dead.stopped, dead.no_retries):
         if mark.exists():
-            raise Fault("retry_refused", f"{dead.run} was stopped by {mark.read_text().strip()}")
+            raise Fault("retry_refused", f"{dead.run} was stopped by {mark.read_text().strip() or 'somebody'}")
     for other in layout.all_runs():
         record = other.record()
         if dead.run in (record.get("resumes"), record.get("retries")):

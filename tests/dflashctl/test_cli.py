@@ -253,3 +253,26 @@ def test_a_smoke_runs_numbers_are_short_and_what_is_unknown_is_a_dash(bench) -> 
         "  draft-0 on cuda:1: compiled in 31 s, captured in -, first step 0.00318 s, later 0.00325 s",
         "  cuda:1: peak 0.479 GiB",
     ]
+
+
+def test_gpus_are_not_taken_for_a_run_on_the_cpu(bench) -> None:
+    done = bench("launch", "--tag", "quick", "--gpus", "0")
+    assert (done.exit_code, "--gpus must be left out where nothing runs on a GPU, got 0" in done.stderr) == (3, True)
+    assert not (bench.root / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("data.path=data/none", "data.path must be a folder of shards, got data/none: there is no {root}/data/none"),
+        (
+            "target.path=targets/none",
+            "target.path must be a folder or a hub id, got targets/none: there is no {root}/targets/none",
+        ),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_starts(bench, setting: str, sentence: str) -> None:
+    (bench.root / "targets").mkdir(parents=True)
+    done = bench("launch", "--tag", "quick", "--set", setting)
+    assert (done.exit_code, sentence.format(root=bench.root) in done.stderr) == (3, True)
+    assert not (bench.root / "runs").exists()

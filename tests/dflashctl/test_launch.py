@@ -480,20 +480,3 @@ def test_outputs_that_cannot_be_written_are_no_traceback(bench) -> None:
         assert "Traceback" not in done.stderr
     bench.env["PYTHONIOENCODING"] = "ascii"
     assert bench("tail", "--no-follow").stdout == "gr\u00fcn\n"
-
-
-@pytest.mark.parametrize(
-    ("setting", "sentence"),
-    [
-        ("data.path=data/none", "data.path must be a folder of shards, got data/none: there is no {root}/data/none"),
-        (
-            "target.path=targets/none",
-            "target.path must be a folder or a hub id, got targets/none: there is no {root}/targets/none",
-        ),
-    ],
-)
-def test_what_is_not_there_is_said_before_anything_starts(bench, setting: str, sentence: str) -> None:
-    (bench.root / "targets").mkdir(parents=True)
-    done = bench("launch", "--tag", "quick", "--set", setting)
-    assert (done.exit_code, sentence.format(root=bench.root) in done.stderr) == (3, True)
-    assert not (bench.root / "runs").exists()

@@ -85,9 +85,3 @@ def test_who_has_no_checkpoint_of_its_own_names_whose_it_went_on_from(trained) -
     assert trained("launch", "--resume", "quick-1", "--startup-seconds", "30").exit_code == 0
     done = trained("launch", "--resume", "quick-2")
     assert (done.exit_code, "hint: dflashctl launch --resume quick-1 " in done.stderr) == (8, True)
-
-
-def test_gpus_are_not_taken_for_a_run_on_the_cpu(bench) -> None:
-    done = bench("launch", "--tag", "quick", "--gpus", "0")
-    assert (done.exit_code, "--gpus must be left out where nothing runs on a GPU, got 0" in done.stderr) == (3, True)
-    assert not (bench.root / "runs").exists()

@@ -174,6 +174,10 @@ def test_a_trainer_that_outlives_its_wrapper_does_not_go_on_beside_the_next(benc
     assert [run[1:3] for run in chain(bench)] == [(None, "lost"), ("quick-1", "exited")]
 
 
+# leases of every root are seen: each worker of a test run has cards of its own
+FIRST, SECOND = (f"GPU-{name}-{os.getpid()}" for name in ("retry0", "retry1"))
+
+
 @pytest.fixture
 def cuda(bench):
     """Experiment `cuda`, and two GPUs: the first holds as many MiB as file `used` says, and a look fails where `broken` is."""
@@ -184,8 +188,8 @@ def cuda(bench):
         rm {bench.broken} 2>/dev/null && exit 9
         case "$1" in --query-compute-apps=*) exit 0;; esac
         echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
-        echo "0, GPU-retry0, NVIDIA H200, $(cat {bench.used}), 143771, 0"
-        echo "1, GPU-retry1, NVIDIA H200, 0, 143771, 0"
+        echo "0, {FIRST}, NVIDIA H200, $(cat {bench.used}), 143771, 0"
+        echo "1, {SECOND}, NVIDIA H200, 0, 143771, 0"
         """
     )
     bench.experiment("cuda", "cuda:0")
@@ -215,7 +219,7 @@ def test_the_gpu_of_the_dead_run_is_waited_for(cuda, force: tuple[str, ...]) -> 
     cuda.used.write_text("0")
     process.communicate(timeout=120)
     assert process.returncode == 0
-    assert json.loads((cuda.run_folder("cuda-2") / "run.json").read_text())["gpus"][0]["uuid"] == "GPU-retry0"
+    assert json.loads((cuda.run_folder("cuda-2") / "run.json").read_text())["gpus"][0]["uuid"] == FIRST
 
 
 def test_one_look_at_the_gpus_that_fails_ends_nothing(cuda) -> None:

@@ -63,11 +63,15 @@ def target_info() -> TargetInfo:
     )
 
 
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
 @pytest.fixture
-def make_target(tmp_path: Path) -> Callable[[str | None], Path]:
+def make_target(tmp_path: Path) -> Callable[..., Path]:
     """Saves a tokenizer of bytes with this chat template."""
 
-    def make(template: str | None) -> Path:
+    def make(template: str | None = CHATML) -> Path:
         alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
         inner = tokenizers.Tokenizer(models.BPE(alphabet, []))
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

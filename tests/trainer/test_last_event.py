@@ -9,8 +9,6 @@ import pytest
 
 from trainer import evaluate, prepare
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
-{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 OTHERS = '{"event": "started"}\n{"event": "finished"}\n'
 
 
@@ -57,7 +55,7 @@ def test_an_evaluation_beside_other_events_moves_them_aside(trained: Any, tmp_pa
 
 
 def test_a_preparation_beside_a_training_run_moves_its_events_aside(make_target: Callable[[str], Path], tmp_path: Path) -> None:
-    make_target(TEMPLATE)
+    make_target()
     chat = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi, you"}]}
     (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
     config = {

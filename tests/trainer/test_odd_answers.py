@@ -20,20 +20,12 @@ from trainer.dataset import open_shards
 from trainer.decoding import Sampling
 from trainer.model.target import load_causal_lm
 
-TEMPLATE = """\
-{% for m in messages %}{% if m.role == 'assistant' %} w8 {{ m.content }} </s>\
-{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8 {% endif %}"""
 HALF = "w5 \ud83d w6"
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("target")
-    tiny.make(root)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "target")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(root / "target")
-    return root / "target"
+    return tiny.make_with_template(tmp_path_factory.mktemp("target"))
 
 
 @contextlib.contextmanager

@@ -14,14 +14,11 @@ from trainer.dataset import open_shards
 from trainer.errors import ConfigError
 from trainer.regenerate import Progress
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
-{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-
 
 @pytest.fixture
 def config(make_target: Callable[[str], Path], tmp_path: Path) -> dict[str, Any]:
     """Of a run whose root is `tmp_path`: a target and two chats are there."""
-    make_target(TEMPLATE)
+    make_target()
     turns = [[("user", text), ("assistant", text * 3)] for text in ("a", "much longer than ten bytes")]
     chats = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))

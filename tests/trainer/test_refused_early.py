@@ -11,8 +11,6 @@ from trainer import evaluate, prepare
 from trainer.errors import DataError
 from trainer.evaluate import read_prompts
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
-{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 ALLOWED = "must be 0 or a finite number of at least 0.001, got "
 
 
@@ -69,7 +67,7 @@ def test_a_template_that_fails_drops_the_conversation(
 def test_conversations_that_are_all_held_out_are_told(
     make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_target(TEMPLATE)
+    make_target()
     given = chats(tmp_path, 3)
     with (tmp_path / "chats.jsonl").open("a") as file:
         file.write('{"messages": []}\n')

@@ -26,10 +26,6 @@ from trainer.decoding import Decoder, Sampling, stop_token_ids
 from trainer.errors import DataError
 from trainer.model.target import load_causal_lm
 
-TEMPLATE = """\
-{% for m in messages %}{% if m.role == 'assistant' %} w8 {{ m.content }} </s>\
-{% else %} w7 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %} w8 {% endif %}"""
-
 QUESTIONS = [["w1 w2 w3"], ["w4", "w5 w6"], ["w9 w10 w11 w12"], ["w13"], ["w14 w15"], ["w16", "w17", "w18"]] + [
     [f"w{20 + i} w{30 + i}"] for i in range(12)
 ]
@@ -38,12 +34,7 @@ QUESTIONS = [["w1 w2 w3"], ["w4", "w5 w6"], ["w9 w10 w11 w12"], ["w13"], ["w14 w
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny target with a chat template; its answers end soon, or not at all."""
-    root = tmp_path_factory.mktemp("target")
-    tiny.make(root)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "target")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(root / "target")
-    return root / "target"
+    return tiny.make_with_template(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
