@@ -1,7 +1,6 @@
 """The lab's containers are real, and it leaves nothing behind. Facts about pct, ssh and nvidia-smi: test_lab_*.py."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,9 +98,8 @@ def test_small_workspace_gets_really_full(lab: Lab) -> None:
 def test_process_on_the_node_names_its_container_and_the_pid_inside(lab: Lab, ct: Container) -> None:
     ct.start_job(DEAF_JOB)
     wait_until((ct.workspace / "started").exists, "the job to start")
-    inner = (ct.workspace / "started").read_text().strip()
-    outer = {pid: lab.node.path(f"/proc/{pid}/status").read_text() for pid in _jobs(lab)}
-    (job,) = [pid for pid, status in outer.items() if re.search(rf"^NSpid:.*\t{inner}$", status, re.MULTILINE)]
+    job = ct.pid_on_node(int((ct.workspace / "started").read_text()))
+    assert "trap" in lab.node.processes()[job]
     assert "/lxc/200/ns" in lab.node.path(f"/proc/{job}/cgroup").read_text()
 
 

@@ -182,7 +182,8 @@ def test_who_holds_a_gpu_is_asked_of_the_hypervisor(far, lab, ct) -> None:
     lab.smi_in(ct).gpus(busy)
     other = lab.container(201)
     other.start_job("exec sleep 600")
-    outer, inner = holder_in(lab, other, "sleep")
+    inner = process_in(other, "sleep")
+    outer = other.pid_on_node(inner)
     lab.smi.install()
     lab.smi.gpus(busy)
     first = "GPU-4d900621-81f0-00be-a4f9-408f47134ea1"
@@ -229,19 +230,14 @@ def test_a_hypervisor_that_cannot_be_asked_is_said(far, lab, ct) -> None:
     assert (done.exit_code, "warning: who else is at them is not known" in done.stderr) == (0, True)
 
 
-def holder_in(lab, container, name: str) -> tuple[int, int]:
-    """A process of a container by its pid on the node and the one inside."""
+def process_in(container, name: str) -> int:
+    """The pid inside of a process that was started there."""
 
     def named() -> list[int]:  # not the shell that becomes it, nor in one look what another has seen
         return [pid for pid, line in container.processes().items() if line.split()[:1] == [name]]
 
     (inner,) = wait_until(named, f"{name} in the container")
-    for line in lab.node.run(["sh", "-c", "grep -H NSpid /proc/[0-9]*/status"]).stdout.decode().splitlines():
-        path, _, pids = line.partition(":NSpid:")
-        of_container = f"/lxc/{container.vmid}/" in lab.node.path(path.replace("status", "cgroup")).read_text()
-        if of_container and int(pids.split()[-1]) == inner:
-            return int(path.split("/")[2]), inner
-    raise AssertionError(f"no {name} on the node")
+    return inner
 
 
 def test_a_hanging_nvidia_smi_is_unknown_in_time(far, lab, ct) -> None:

@@ -169,10 +169,19 @@ class Container:
     def _outer_pid(self, inner: int) -> int:
         """The pid on this machine of a process in there."""
         procs = (self._cgroups.directory("freezer") / f"lxc/{self.vmid}/ns/cgroup.procs").read_text().split()
-        for pid in procs:
-            status = Path(f"/proc/{pid}/status").read_text()
-            if int(status.partition("NSpid:")[2].split("\n")[0].split()[-1]) == inner:
-                return int(pid)
+        return self._named_inside(inner, {int(pid): Path(f"/proc/{pid}") for pid in procs})
+
+    def pid_on_node(self, inner: int) -> int:
+        """The pid on the node of a process in there."""
+        entries = {pid: self._node.path(f"/proc/{pid}") for pid in self._node.processes()}
+        return self._named_inside(inner, entries)
+
+    def _named_inside(self, inner: int, entries: dict[int, Path]) -> int:
+        for pid, entry in entries.items():
+            with contextlib.suppress(OSError):  # Any but the one that is meant may end while we look.
+                pids = (entry / "status").read_text().partition("NSpid:")[2].split("\n")[0].split()
+                if int(pids[-1]) == inner and f"/lxc/{self.vmid}/" in (entry / "cgroup").read_text():
+                    return pid
         raise LabError(f"container {self.vmid} has no process {inner}")
 
     def destroy(self) -> None:
