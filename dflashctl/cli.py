@@ -21,14 +21,31 @@ from dflashctl.errors import DflashctlError, ExitCode, InterruptedByUser, Stdout
 
 app = typer.Typer(
     add_completion=True,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Deploy a DFlash trainer to GPU hosts, launch runs by hypothesis, and follow them.",
 )
 
 _WATCH_S = 2.0
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show versions and where they lie, and exit.")] = False,
+) -> None:
+    """Deploy a DFlash trainer to GPU hosts, launch runs by hypothesis, and follow them."""
+    if version:
+        from importlib.metadata import version as of
+
+        from dflashctl.render import Renderer
+
+        ours = f"dflashctl {of('dflashctl')} ({Path(__file__).parent})"
+        python = f"Python {sys.version.split()[0]} ({sys.executable})"
+        Renderer(False).line(f"{ours}, fabric {of('fabric')}, paramiko {of('paramiko')}, {python}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        raise UsageError(f"a command is missing\n\n{context.get_help()}")
 
 
 @app.command()

@@ -38,10 +38,11 @@ def launch(
 
     A RUN is resumed with what --set gave it; what --set says now comes on top.
 
+    \b
     Examples: dflashctl launch --tag threadwarm --set batch.rows=8 --follow
               dflashctl launch --resume threadwarm-1
               dflashctl launch --tag threadwarm --retries 3
-    """
+    """  # noqa: D301  # what typer takes for "leave these lines as they are" is the character \b
     from dflashctl import launch as verbs
     from dflashctl import placement, programs, watch
     from dflashctl.hosts import read_env_file

@@ -1,15 +1,19 @@
 """The command line as people type it: (args, exit code, text), JSON on failure too, and a help that is quick."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+from dflashctl import cli
+
 TABLE = [
     # usage
-    ([], 2, "Usage: dflashctl"),
+    ([], 2, "a command is missing"),
     (["-h"], 0, "Commands:"),
     (["nonsense"], 2, "No such command 'nonsense'"),
     (["show", "quick", "more"], 2, "unexpected extra argument"),
@@ -91,6 +95,29 @@ def test_which_host(bench) -> None:
     assert said() == "host c (DFLASHCTL_HOST)"
     assert said("--host", "d") == "host d (--host)"
     assert (bench.folder / ".d/runs/quick-1").is_dir()
+
+
+def test_the_version_says_what_runs_and_where(bench) -> None:
+    done = bench("--version")
+    assert done.exit_code == 0
+    assert re.fullmatch(
+        rf"dflashctl \S+ \({re.escape(str(Path(cli.__file__).parent))}\), fabric \S+, paramiko \S+, "
+        rf"Python {re.escape(sys.version.split()[0])} \(\S+\)\n",
+        done.stdout,
+    )
+
+
+def test_without_a_command_the_commands_are_listed(bench) -> None:
+    done = bench()
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: a command is missing\n")
+    assert "  launch   " in done.stderr
+
+
+def test_an_example_is_a_line_of_its_own(bench) -> None:
+    lines = bench("launch", "-h").stdout.splitlines()
+    assert "  Examples: dflashctl launch --tag threadwarm --set batch.rows=8 --follow" in lines
+    assert "            dflashctl launch --resume threadwarm-1" in lines
 
 
 def test_help_imports_nothing_heavy() -> None:
