@@ -169,7 +169,7 @@ class Context:
         started = self.launch(session, loaded, replace(options, resume=None, startup_seconds=0))
         render.doubts(self.out, started)
         try:
-            self.out.note(f"{started.run} is under way; its log is {started.log}")
+            self.out.note(f"{started.run} is under way; its log, which `dflashctl tail {started.run}` shows, is {started.log}")
             watch.follow(session, started.record, self.history, lambda _data: None, self.out.note, watch.BEGIN)
         except KeyboardInterrupt:
             raise self._goes_on(started.record) from None

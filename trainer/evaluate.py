@@ -16,6 +16,7 @@ import json
 import math
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from trainer.model.target import load_causal_lm, load_tokenizer, target_info, to
 from trainer.responses import rendered
 
 _NORMAL_95 = 1.959964
+_TICK_S = 10.0
+"""Between two lines of progress."""
 _WARM_UP_TOKENS = 32
 
 
@@ -65,8 +68,8 @@ class Pair:
     drafted: Response
 
 
-def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: None) -> dict[str, Any]:
-    """The document. `tell` is called after each prompt. Raises TrainerError."""
+def evaluate(settings: Settings, tell: Callable[[Pair, int], object] = lambda _pair, _count: None) -> dict[str, Any]:
+    """The document. `tell` is called after each prompt, with how many there are. Raises TrainerError."""
     device = usable_device(settings.device)
     tokenizer = load_tokenizer(settings.target, settings.root)
     given = read_prompts(settings.root / settings.prompts, tokenizer)[: settings.limit]
@@ -97,7 +100,7 @@ def evaluate(settings: Settings, tell: Callable[[Pair], object] = lambda _pair: 
     pairs = []
     for index, prompt in enumerate(given):
         pairs.append(answer(prompt, index, settings.max_new_tokens))
-        tell(pairs[-1])
+        tell(pairs[-1], len(given))
     return _document(settings, digest, drafter.spec.block_size, pairs)
 
 
@@ -245,7 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         root=args.root,
     )
     try:
-        document = evaluate(settings) if args.output is None else _recorded(settings, args.output)
+        ticker = _Ticker()
+        document = evaluate(settings, ticker) if args.output is None else _recorded(settings, args.output, ticker)
     except TrainerError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -256,7 +260,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
+class _Ticker:
+    """A line on stderr, not too often: how far it is, and what has come out so far."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic()
+        self._done = self._tokens = self._verifications = 0
+
+    def __call__(self, pair: Pair, count: int) -> None:
+        self._done += 1
+        self._tokens += len(pair.drafted.tokens) - 1
+        self._verifications += len(pair.drafted.rounds)
+        if time.monotonic() < self._next and self._done < count:
+            return
+        self._next = time.monotonic() + _TICK_S
+        length = f": {self._tokens / self._verifications:.2f} tokens a verification" if self._verifications else ""
+        sys.stderr.write(f"answered {self._done} of {count} prompts{length}\n")
+
+
+def _recorded(settings: Settings, folder: Path, ticker: _Ticker) -> dict[str, Any]:
     """`evaluate`, told in events, its document kept."""
     if (folder / "evaluation.json").exists():
         raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
@@ -267,8 +289,13 @@ def _recorded(settings: Settings, folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--output {folder} cannot be used: {error}") from None
     log.write(STARTED, checkpoint=str(settings.checkpoint), prompts=str(settings.prompts))
+
+    def tell(pair: Pair, count: int) -> None:
+        log.write(PROMPT, **_told(pair, settings))
+        ticker(pair, count)
+
     try:
-        document = evaluate(settings, lambda pair: log.write(PROMPT, **_told(pair, settings)))
+        document = evaluate(settings, tell)
         _keep(document, folder)
         log.write(FINISHED, **document)
     except BaseException as error:

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def words(tmp_path: Path) -> Path:
 
 def test_one_document_says_what_was_accepted_and_how_fast(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(arguments(trained, trained.shards)) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     document = json.loads(out)
     assert out.count("\n") == 1
     accepted = document["acceptance_length"]
@@ -46,6 +47,9 @@ def test_one_document_says_what_was_accepted_and_how_fast(trained: Any, capsys: 
     assert accepted["verifications"] == first["offered"] > rest[-1]["offered"]
     count = len(trained.prompts)
     assert (document["prompts"]["count"], document["equal_to_plain"]) == (count, count)
+    told = [line for line in err.splitlines() if line.startswith("answered ")]
+    assert re.fullmatch(rf"answered 1 of {count} prompts: [1-4]\.\d\d tokens a verification", told[0])
+    assert told[-1] == f"answered {count} of {count} prompts: {accepted['mean']:.2f} tokens a verification"
     speeds = document["tokens_per_s"]
     assert document["speedup"] == speeds["speculative"] / speeds["plain"] > 0
 
