@@ -81,7 +81,8 @@ lease() {  # a lease, the container that its holder is in, and what it says, whe
   case $? in
     0) return ;;
     1) state=held ;;
-    *) state=unread ;;
+    *) [ -f "$1" ] || return  # who had it open has ended meanwhile
+       state=unread ;;
   esac
   printf '%s\\t%s\\t%s\\t%s\\n' "$2" "$3" "$state" "$(timeout 2 head -c 1000 "$1" 2>/dev/null | plain)"
 }

@@ -1,8 +1,10 @@
 """A laptop and a host in one temporary folder: the real `dflashctl`, host `local`, and trainers that fit on a screen."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -53,7 +55,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.root = folder / ".dflash"
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith("DFLASHCTL_")} | {
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("DFLASHCTL_", "SSH_"))} | {
             "DFLASHCTL_STATE_DIR": str(folder / "state"),
             "DFLASHCTL_TRAINER": str(folder / "mytrainer"),
             "HOME": str(folder / "home"),
@@ -82,6 +84,12 @@ class Bench:
     def nvidia_smi(self, script: str) -> None:
         path = self.folder / "bin" / "nvidia-smi"
         path.write_text("#!/bin/sh\n" + textwrap.dedent(script))
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+    def ssh_without_configuration(self) -> None:
+        """`ssh` reads nothing of this machine's: it would find a home of its own, whatever HOME says."""
+        path = self.folder / "bin" / "ssh"
+        path.write_text(f'#!/bin/sh\nexec {shutil.which("ssh") or "ssh"} -F /dev/null "$@"\n')
         path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
     def start(self, *args: str) -> subprocess.Popen[bytes]:
@@ -133,14 +141,23 @@ class Bench:
                 found.append(int(path.parent.name))
         return found
 
+    def end_runs(self) -> None:
+        """Kill what runs under `root`, each run's wrapper first: it may not have come to start its trainer."""
+        for folder in (self.root / "runs").glob("*-*/"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                wrapper = int((folder / "pid").read_text().split()[0])
+                if b"run.sh" in Path(f"/proc/{wrapper}/cmdline").read_bytes():
+                    os.killpg(wrapper, 9)
+            for pid in self.marked(folder.name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, 9)
+
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path)
     yield made
-    for folder in (made.root / "runs").glob("*-*/"):
-        for pid in made.marked(folder.name):
-            os.kill(pid, 9)
+    made.end_runs()
 
 
 @pytest.fixture(scope="session")

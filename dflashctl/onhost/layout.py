@@ -82,8 +82,8 @@ class Layout:
         if (self._withdrawn / launch_id).exists():
             raise Fault("environment", "this launch was given up when its link broke, and starts nothing")
         for old in self._withdrawn.glob("*"):
-            with contextlib.suppress(OSError):
-                if time.time() - old.stat().st_mtime > _WITHDRAWN_KEPT_S:
+            if time.time() - modified(old) > _WITHDRAWN_KEPT_S:
+                with contextlib.suppress(OSError):
                     old.unlink()
 
     def claim_run(self, tag: str) -> RunFolder:
@@ -157,6 +157,14 @@ class RunFolder:
         except (OSError, ValueError):
             return ""
         return found.group(1) if found else ""
+
+
+def modified(path: Path) -> float:
+    """When it was last written; now, if somebody has removed it since it was listed."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
 
 
 def take_lock(descriptor: int, timeout_s: float, refusal: str) -> None:

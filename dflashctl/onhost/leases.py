@@ -76,12 +76,19 @@ def held(layout: Layout, gpus: list[dict[str, Any]]) -> list[Held]:
 def _elsewhere(names: set[str]) -> dict[str, Path]:
     """Locked leases of these names that a process of any root has open; those of other users are seen by root alone."""
     found: dict[str, Path] = {}
-    for link in Path("/proc").glob("[0-9]*/fd/*") if names else ():
+    for link in _open_files() if names else ():
         with contextlib.suppress(OSError):
             target = Path(os.readlink(link))
             if target.name in names and target.parent.name == "leases" and is_locked(link, "rb"):
                 found[target.name] = link
     return found
+
+
+def _open_files() -> Iterator[Path]:
+    """What processes have open, as far as we may see it; any of them may end meanwhile, which `glob` does not bear."""
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            yield from [Path(f"/proc/{process}/fd/{descriptor}") for descriptor in os.listdir(f"/proc/{process}/fd")]
 
 
 def is_locked(lease: Path, mode: str = "a") -> bool:

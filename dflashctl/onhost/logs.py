@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflashctl.onhost import secrets
-from dflashctl.onhost.layout import Layout, RunFolder
+from dflashctl.onhost.layout import Layout, RunFolder, modified
 from dflashctl.onhost.states import LIVING, state_of
 
 BLOCK_BYTES = 1 << 20
@@ -45,12 +45,15 @@ def peek(args: dict[str, Any]) -> dict[str, Any]:
         state = state_of(folder)  # before the log: what a dead run wrote last is then surely read
         path, offset, restarted = _resume(folder, place)
         data, end = _piece(folder, path, offset, growing=state["state"] in LIVING)
+        seen = _seen(path, end)
+        if seen is None and end > 0:
+            continue  # rotated away since it was read: that file is looked for again, which may have got more
         if end > offset or state["state"] not in LIVING or time.monotonic() > deadline or _listener_left(_LOOK_S):
             break
     return {
         "state": state,
         "data": base64.b64encode(data).decode(),
-        "place": {"offset": end, "seen": _seen(path, end)},
+        "place": {"offset": end, "seen": seen},
         "left": max(0, _size(path) - end),
         "log": str(path),
         "restarted": restarted,
@@ -152,7 +155,7 @@ def _resume(folder: RunFolder, place: dict[str, Any]) -> tuple[Path, int, bool]:
 def _files(folder: RunFolder) -> list[Path]:
     """train.log, then what rotation made of it, the file written last first."""
     rotated = [path for path in folder.path.glob("train.log?*") if _ROTATED.fullmatch(path.name[len("train.log") :])]
-    return [folder.log, *sorted(rotated, key=_mtime, reverse=True)]
+    return [folder.log, *sorted(rotated, key=modified, reverse=True)]
 
 
 def _seen(path: Path, offset: int) -> str | None:
@@ -176,13 +179,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _mtime(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 VERBS = {"peek": peek, "last_document": last_document}

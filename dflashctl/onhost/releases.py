@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dflashctl.onhost.entry import Fault, require_python
-from dflashctl.onhost.layout import Layout, point_link
+from dflashctl.onhost.layout import Layout, modified, point_link
 
 KEPT_RELEASES = 3
 _STALE_INCOMING_S = 3600.0
@@ -146,10 +146,10 @@ def _prune(layout: Layout, keep: str) -> list[str]:
     if not all(runs):
         return []
     named = {record.get("release") for record in runs} | {keep}
-    old = sorted((p for p in layout.releases.iterdir() if p.name[0] != "."), key=lambda p: p.stat().st_mtime, reverse=True)
+    old = sorted((path for path in layout.releases.iterdir() if path.name[0] != "."), key=modified, reverse=True)
     pruned = [path for path in old[KEPT_RELEASES:] if path.name not in named]
     now = time.time()
-    left = [p for p in layout.releases.glob(".incoming-*") if now - p.stat().st_mtime > _STALE_INCOMING_S]
+    left = [p for p in layout.releases.glob(".incoming-*") if now - modified(p) > _STALE_INCOMING_S]
     for path in pruned + left:
         shutil.rmtree(path, ignore_errors=True)
     return [path.name for path in pruned]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from dflashctl.onhost.entry import Fault
-from dflashctl.onhost.layout import Layout
+from dflashctl.onhost.layout import Layout, modified
 
 _BLOCK = 1 << 20
 _STALE_S = 7 * 86400.0
@@ -173,7 +173,7 @@ def _sha256(path: Path, size: int) -> str:
 def _prune(layout: Layout) -> None:
     """What was given up a week ago."""
     for path in (layout.root / "incoming").glob("*"):
-        if time.time() - path.stat().st_mtime > _STALE_S:
+        if time.time() - modified(path) > _STALE_S:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -57,8 +57,10 @@ def test_a_warm_cache_in_which_a_run_died_before_its_gate_is_emptied(bench) -> N
 def test_a_warm_cache_with_somebody_in_it_is_not_emptied(bench) -> None:
     bench.trainer("import time, pathlib, sys\n" + FILL.replace("sys.exit(%d)", "time.sleep(600)") % True)
     launch(bench, "--warm-cache", seconds="0")
-    bench.until(lambda: "[]" in log_of(bench, "quick-1"))
-    (bench.run_folder("quick-1") / "events.jsonl").unlink()
+    events = bench.run_folder("quick-1") / "events.jsonl"
+    bench.until(events.exists)
+    assert log_of(bench, "quick-1") == "[]"
+    events.unlink()
     launch(bench, "--warm-cache", seconds="0")
     bench.until(lambda: "kernel0" in log_of(bench, "quick-2"))
 

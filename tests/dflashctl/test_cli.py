@@ -1,6 +1,7 @@
 """The command line as people type it: (args, exit code, text), JSON on failure too, and a help that is quick."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -168,19 +169,19 @@ def test_gpus_document(bench) -> None:
 def test_launch_takes_idle_gpus_by_uuid_and_refuses_others(bench) -> None:
     bench.experiment("cuda", "cuda:0")
     bench.nvidia_smi(
-        """
+        f"""
         case "$1" in --query-compute-apps=*) exit 0;; esac
         echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
-        echo "0, GPU-take0, NVIDIA H200, 9000, 143771, 0"
-        echo "1, GPU-take1, NVIDIA H200, 0, 143771, 0"
-        echo "2, GPU-take2, NVIDIA H200, [N/A], 143771, [N/A]"
+        echo "0, GPU-take0-{os.getpid()}, NVIDIA H200, 9000, 143771, 0"
+        echo "1, GPU-take1-{os.getpid()}, NVIDIA H200, 0, 143771, 0"
+        echo "2, GPU-take2-{os.getpid()}, NVIDIA H200, [N/A], 143771, [N/A]"
         """
     )
     bench.trainer("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     go = ("launch", "--tag", "cuda", "--startup-seconds", "30", "--json")
     document = bench(*go).document
-    assert document["gpus"] == [{"index": 1, "uuid": "GPU-take1", "name": "NVIDIA H200", "memory_used_mib": 0}]
-    assert (bench.run_folder("cuda-1") / "train.log").read_text() == "GPU-take1\n"
+    assert document["gpus"] == [{"index": 1, "uuid": f"GPU-take1-{os.getpid()}", "name": "NVIDIA H200", "memory_used_mib": 0}]
+    assert (bench.run_folder("cuda-1") / "train.log").read_text() == f"GPU-take1-{os.getpid()}\n"
     busy = bench(*go, "--gpus", "0")
     assert busy.exit_code == 6
     assert "9000 MiB" in busy.document["error"]["message"]
@@ -193,11 +194,11 @@ def test_launch_takes_idle_gpus_by_uuid_and_refuses_others(bench) -> None:
 def test_a_gpu_is_held_before_its_memory_shows_it(bench) -> None:
     bench.experiment("cuda", "cuda:0")
     bench.nvidia_smi(
-        """
+        f"""
         case "$1" in --query-compute-apps=*) exit 0;; esac
         echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
-        echo "0, GPU-held0, NVIDIA H200, 0, 143771, 0"
-        echo "1, GPU-held1, NVIDIA H200, 0, 143771, 0"
+        echo "0, GPU-held0-{os.getpid()}, NVIDIA H200, 0, 143771, 0"
+        echo "1, GPU-held1-{os.getpid()}, NVIDIA H200, 0, 143771, 0"
         """
     )
     bench.trainer("import time; time.sleep(600)")

@@ -183,14 +183,13 @@ def test_a_full_disk_no_inodes_and_a_read_only_root(patient, tmpfs) -> None:
     assert "is no folder" in seen_on(file)["root"]["found"]
 
 
-def test_a_port_that_somebody_holds(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 29500))
-        listener.listen()
+def test_a_port_that_somebody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(on_host, "_PORT", port)
         check = seen_on(tmp_path)["ports"]
     assert check["state"] == "warning"
-    assert f"29500 is held by pid {os.getpid()} (" in check["found"]
+    assert f"{port} is held by pid {os.getpid()} (" in check["found"]
     assert "--standalone" in check["fix"]
 
 
@@ -214,7 +213,7 @@ def test_what_an_ended_run_left_is_named_and_stopped(patient) -> None:
 def test_a_trainer_of_somebody_else_is_seen(patient) -> None:
     patient.trainer("import time; print('up', flush=True); time.sleep(600)")
     assert patient("launch", "--tag", "quick", "--startup-seconds", "0.3").exit_code == 0
-    ours = [f"pid {pid} (" for pid in patient.marked("quick-1")]
+    ours = [f"pid {pid} (" for pid in patient.until(lambda: patient.marked("quick-1"))]
     assert not any(pid in seen_on(patient.root)["foreign"]["found"] for pid in ours)
     check = seen_on(patient.folder / ".another")["foreign"]
     assert check["state"] == "warning"

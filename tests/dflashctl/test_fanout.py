@@ -31,12 +31,11 @@ def fleet(bench):
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
     bench.hosts(HOSTS.format(port=closed))
+    bench.ssh_without_configuration()
     yield bench
     for root in (".a", ".b"):
         bench.root = bench.folder / root
-        for folder in bench.root.glob("runs/*-*/"):
-            for pid in bench.marked(folder.name):
-                os.kill(pid, 9)
+        bench.end_runs()
 
 
 def launch(fleet, host: str) -> None:

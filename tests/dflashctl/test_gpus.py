@@ -416,6 +416,19 @@ def test_a_lease_is_seen_with_its_holder_while_it_is_locked(tmp_path: Path) -> N
         assert states(run_query(tmp_path, idle_gpu, root=str(root)))[0][1:] == ("busy", "it is held by a run")
 
 
+def test_a_run_that_ends_while_its_lease_is_looked_at_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "leases").mkdir()
+    with subprocess.Popen(["flock", "-F", tmp_path / "leases" / UUID, "sleep", "600"]) as holder:
+        flock = tmp_path / "flock"  # seen through the process; it ends before its lease is tried
+        flock.write_text(f'#!/bin/sh\nkill {holder.pid}; while [ -e "$3" ]; do :; done\nexec /usr/bin/flock "$@"\n')
+        flock.chmod(0o755)
+        while not os.readlink(f"/proc/{holder.pid}/exe").endswith("sleep"):
+            assert holder.poll() is None
+        idle_gpu = f"printf '%s\\n' '{GPU_HEADER}' '0, {UUID}, NVIDIA H200, 0, 143771, 0, 40, 120.5, Disabled'"
+        assert states(run_query(tmp_path, idle_gpu))[0][1] == "idle"
+        assert holder.wait(10) == -15
+
+
 def test_a_pipe_with_a_leases_name_holds_up_nobody(tmp_path: Path) -> None:
     (tmp_path / "leases").mkdir()
     os.mkfifo(tmp_path / "leases" / UUID)

@@ -192,7 +192,7 @@ def test_a_pid_that_now_belongs_to_a_stranger_is_lost(bench) -> None:
 
 
 def test_follow_ends_with_the_run_and_with_its_verdict(bench) -> None:
-    bench.trainer("import time, sys\nfor i in range(3): print('line', i); time.sleep(0.3)\nsys.exit(7)")
+    bench.trainer("import time, sys\nfor i in range(3): print('line', i); time.sleep(1)\nsys.exit(7)")
     done = bench("launch", "--tag", "quick", "--startup-seconds", "0", "--follow")
     assert done.exit_code == 1
     assert done.stdout.endswith("line 0\nline 1\nline 2\n")
@@ -442,11 +442,16 @@ def test_a_path_of_the_runs_own_does_not_take_the_wrappers_tools_away(bench) -> 
 
 
 def test_two_starts_by_hand_at_once_make_one_run(bench) -> None:
-    bench.trainer("import time; print('one', flush=True); time.sleep(2)")
-    launch(bench, seconds="30")
+    bench.trainer("import os, time\nprint('one', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.02)")
+    go = bench.run_folder("quick-1") / "go"
+    launch(bench, seconds="0")
+    go.touch()
+    bench.until(lambda: bench("status", "--json").document["state"] == "exited")
+    go.unlink()
     script = bench.run_folder("quick-1") / "run.sh"
     starters = [subprocess.Popen(["sh", script], stderr=subprocess.DEVNULL) for _ in range(4)]
     assert sorted(starter.wait(timeout=30) for starter in starters) == [0, 1, 1, 1]
+    go.touch()
     bench.until(lambda: bench("status", "--json").document["state"] == "exited")
     assert (bench.run_folder("quick-1") / "train.log").read_text() == "one\n" * 2
 

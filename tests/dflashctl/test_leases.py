@@ -1,5 +1,6 @@
 """A GPU belongs to one run at a time, for exactly as long as anything of that run lives."""
 
+import fcntl
 import json
 import os
 import signal
@@ -7,6 +8,9 @@ import subprocess
 import time
 
 import pytest
+
+from dflashctl.onhost import leases
+from dflashctl.onhost.layout import Layout
 
 # leases of every root are seen: each worker of a test run has cards of its own
 FIRST, SECOND = (f"GPU-{name}-{os.getpid()}" for name in ("aaaa", "bbbb"))
@@ -33,6 +37,19 @@ def holding(bench, mib: int) -> None:
     """What GPU 0's memory reads from now on; never nothing, for somebody may be looking."""
     (bench.folder / "memory.new").write_text(str(mib))
     (bench.folder / "memory.new").replace(bench.folder / "memory")
+
+
+def test_a_process_that_ends_while_others_are_looked_at_is_passed_over(tmp_path, monkeypatch) -> None:
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: ["4194305", *listdir(path)] if path == "/proc" else listdir(path))
+    lease = tmp_path / "one/leases" / FIRST
+    lease.parent.mkdir(parents=True)
+    lease.write_text('{"run": "quick-7"}')
+    gpus = [{"index": 0, "uuid": FIRST}]
+    with lease.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert [held.note for held in leases.held(Layout(str(tmp_path / "other")), gpus)] == [{"run": "quick-7"}]
+    assert leases.held(Layout(str(tmp_path / "other")), gpus) == []
 
 
 def gpu_of(bench, index: int) -> dict:

@@ -189,6 +189,28 @@ def test_several_rotations_between_two_looks_lose_nothing(tmp_path: Path) -> Non
     assert log.restarts == 0
 
 
+def test_a_rotation_in_the_middle_of_a_look_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(tmp_path)
+    path = log.folder.log
+    path.write_bytes(b"first\n")
+    piece = logs._piece
+
+    def rotated_behind_it(*args: object, **more: object) -> tuple[bytes, int]:
+        found = piece(*args, **more)
+        monkeypatch.setattr(logs, "_piece", piece)
+        with path.open("ab") as running:
+            path.rename(path.with_name("train.log.1"))
+            running.write(b"unseen\n")
+        path.touch()
+        return found
+
+    monkeypatch.setattr(logs, "_piece", rotated_behind_it)
+    assert log.rest() == b"first\nunseen\n"
+    path.write_bytes(b"third\n")
+    assert log.rest() == b"third\n"
+    assert log.restarts == 0
+
+
 @pytest.mark.parametrize("more", [b"few\n", b"much\n" * 5000, b"seen\n" * 1999 + b"else\n" * 2])
 def test_a_log_truncated_in_place_is_shown_from_its_start(tmp_path: Path, more: bytes) -> None:
     log = Log(tmp_path)
@@ -320,7 +342,8 @@ def test_a_run_that_is_killed_whole_ends_its_tail(bench) -> None:
     with bench.start("tail") as process:
         assert process.stdout
         assert process.stdout.readline() == b"up\n"
-        for pid in {*bench.marked("quick-1"), json.loads(bench("status", "--json").stdout)["pid"]}:
+        wrapper = bench("status", "--json").document["pid"]
+        for pid in [wrapper, *bench.marked("quick-1")]:  # in this order: the wrapper writes down how its trainer ends
             os.kill(pid, signal.SIGKILL)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1

@@ -3,6 +3,7 @@
 import datetime
 import fcntl
 import http.server
+import itertools
 import json
 import os
 import shutil
@@ -25,6 +26,8 @@ class Server:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.numbers = itertools.count(1)
+        """Of requests: who comes with which is decided once, however many come together."""
         self.hangs_after = 10**9
         self.go_on = threading.Event()
         server = self
@@ -34,7 +37,7 @@ class Server:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 question = request["messages"][-1]["content"]
                 server.asked.append(question)
-                if len(server.asked) > server.hangs_after:
+                if next(server.numbers) > server.hangs_after:
                     server.go_on.wait(120)
                 message = {"role": "assistant", "content": " ".join(question.split()[::-1])}
                 answer = {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}
@@ -126,7 +129,7 @@ def test_one_that_was_killed_goes_on_by_the_same_command(far, server: Server) ->
     how = [f"prepare.server={server.url}", "prepare.server_model=it", "prepare.regenerate=true", "prepare.rows=2"]
     command = ("prepare", "tiny", *(word for text in how for word in ("--set", text)))
     assert far(*command).exit_code == 0
-    far.until(lambda: len(server.asked) >= 13)
+    far.until(lambda: len(server.asked) >= 13, 240)  # torch is imported first
     journal = far.root / "made/data.regenerated.jsonl"
     far.until(lambda: len(journal.read_bytes().splitlines()) >= 11)
     assert " of 40 conversations answered, " in far("status", "tiny-prepare-1").stdout
@@ -222,11 +225,11 @@ def test_a_death_in_the_start_up_window_is_told(bench) -> None:
 
 def test_it_takes_one_gpu_if_the_target_answers_on_one_and_none_if_it_does_not(bench) -> None:
     bench.nvidia_smi(
-        """
+        f"""
         case "$1" in --query-compute-apps=*) exit 0;; esac
         echo "index, uuid, name, memory.used [MiB], memory.total [MiB], utilization.gpu [%]"
-        echo "0, GPU-prep0, NVIDIA H200, 0, 143771, 0"
-        echo "1, GPU-prep1, NVIDIA H200, 0, 143771, 0"
+        echo "0, GPU-prep0-{os.getpid()}, NVIDIA H200, 0, 143771, 0"
+        echo "1, GPU-prep1-{os.getpid()}, NVIDIA H200, 0, 143771, 0"
         """
     )
     path = bench.experiment("cuda", "cuda:0")
@@ -235,7 +238,7 @@ def test_it_takes_one_gpu_if_the_target_answers_on_one_and_none_if_it_does_not(b
     (bench.root / "chats.jsonl").touch()
     bench.trainer("import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[1:])", "prepare.py")
     for more, gpus in (
-        (["prepare.regenerate=true"], "GPU-prep1"),
+        (["prepare.regenerate=true"], f"GPU-prep1-{os.getpid()}"),
         (["prepare.regenerate=true", "prepare.server=http://localhost:1/v1"], ""),
         ([], ""),
     ):

@@ -19,6 +19,10 @@ def checkpoint():
     os.symlink("step-10", "checkpoints/latest")
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+def outlive_the_start():  # which is over once this run is in the history
+    history = pathlib.Path("../../../state/history.jsonl")
+    while not (history.exists() and f'"{os.path.basename(os.getcwd())}"' in history.read_text()):
+        time.sleep(0.02)
 """
 
 
@@ -72,7 +76,7 @@ def test_a_killed_run_is_resumed_from_its_newest_checkpoint_and_finishes(bench, 
     ],
 )
 def test_what_more_tries_do_not_mend_is_not_tried_again(bench, code: int, why: str | None) -> None:
-    bench.trainer(f"{BEGIN}\ncheckpoint()\ntime.sleep(0.5)\nsys.exit({code})")
+    bench.trainer(f"{BEGIN}\ncheckpoint()\noutlive_the_start()\nsys.exit({code})")
     done = go(bench, 3)
     assert done.exit_code == min(code, 1)
     assert done.document["run"] == "quick-1"
@@ -94,7 +98,7 @@ def test_a_run_that_somebody_stops_is_not_tried_again(bench) -> None:
 
 
 def test_a_crash_is_tried_as_often_as_asked_and_each_run_names_its_parent(bench) -> None:
-    bench.trainer(f"{BEGIN}\ncheckpoint()\nsys.exit(1)")
+    bench.trainer(f"{BEGIN}\ncheckpoint()\noutlive_the_start()\nsys.exit(1)")
     done = go(bench, 2)
     assert (done.exit_code, done.document["run"], done.document["exit_code"]) == (1, "quick-3", 1)
     assert [(run["run"], run["resumes"]) for run in done.document["tries"]] == [
@@ -108,7 +112,7 @@ def test_a_crash_is_tried_as_often_as_asked_and_each_run_names_its_parent(bench)
 
 
 def test_two_deaths_without_progress_end_it(bench) -> None:
-    bench.trainer(f"{BEGIN}\nif resumed is None:\n    checkpoint()\ndie()")
+    bench.trainer(f"{BEGIN}\nif resumed is None:\n    checkpoint()\noutlive_the_start()\ndie()")
     done = go(bench, 9)
     assert done.exit_code == 1
     assert "retry 2 of 9: from the checkpoint of quick-1 again" in done.stderr
@@ -117,19 +121,20 @@ def test_two_deaths_without_progress_end_it(bench) -> None:
 
 
 def test_without_a_checkpoint_it_is_started_anew_once_if_it_survived_its_start(bench) -> None:
-    bench.trainer(f"{BEGIN}\ntime.sleep(1)\ndie()")
+    bench.trainer(f"{BEGIN}\noutlive_the_start()\ndie()")
     done = go(bench, 9)
     assert done.exit_code == 1
     assert "retry 1 of 9: from the start, for want of a checkpoint" in done.stderr
     assert [run[:2] for run in chain(bench)] == [("quick-1", None), ("quick-2", None)]
+    bench.trainer(f"{BEGIN}\ndie()")
     died = go(bench, 9, seconds="30")
     assert (died.exit_code, died.document["error"]["code"]) == (9, "died_at_start")
     assert not bench.run_folder("quick-4").exists()
 
 
 def test_a_retry_that_dies_in_its_start_up_window_counts_as_one(bench) -> None:
-    bench.trainer(f"{BEGIN}\nif resumed is None:\n    checkpoint()\n    time.sleep(6)\ndie()")
-    done = go(bench, 9, seconds="1")
+    bench.trainer(f"{BEGIN}\nif resumed is None:\n    checkpoint()\n    outlive_the_start()\ndie()")
+    done = go(bench, 9, seconds="10")
     assert done.exit_code == 1
     assert [(run["run"], run["state"], run["exit_code"]) for run in done.document["tries"]] == [
         (f"quick-{n}", "killed", 137) for n in (1, 2, 3)
@@ -165,6 +170,7 @@ def test_a_trainer_that_outlives_its_wrapper_does_not_go_on_beside_the_next(benc
     bench.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\ncheckpoint()\ntime.sleep(600)")
     process = bench.start("launch", "--tag", "quick", "--retries", "1", "--startup-seconds", "0")
     bench.until((bench.run_folder("quick-1") / "checkpoints/latest").is_dir)
+    bench.until(lambda: bench("runs").stdout)
     os.kill(int((bench.run_folder("quick-1") / "pid").read_text().split()[0]), signal.SIGKILL)
     assert bench.marked("quick-1")
     _, stderr = process.communicate(timeout=120)
@@ -194,7 +200,7 @@ def cuda(bench):
     )
     bench.experiment("cuda", "cuda:0")
     write = f"pathlib.Path({str(bench.used)!r}).write_text('9000')"
-    bench.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\n{write}\ncheckpoint()\ndie()")
+    bench.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\n{write}\ncheckpoint()\noutlive_the_start()\ndie()")
     return bench
 
 
@@ -224,7 +230,7 @@ def test_the_gpu_of_the_dead_run_is_waited_for(cuda, force: tuple[str, ...]) -> 
 
 def test_one_look_at_the_gpus_that_fails_ends_nothing(cuda) -> None:
     fail = f"pathlib.Path({str(cuda.broken)!r}).touch()"
-    cuda.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\n{fail}\ncheckpoint()\ndie()")
+    cuda.trainer(f"{BEGIN}\nif resumed:\n    sys.exit(0)\n{fail}\ncheckpoint()\noutlive_the_start()\ndie()")
     done = cuda(*RETRY)
     assert done.exit_code == 0, done.stderr
     assert not cuda.broken.exists()
@@ -303,7 +309,8 @@ def test_a_reader_who_goes_away_ends_the_retries_and_leaves_the_run_alone(bench)
 
 
 def test_ctrl_c_leaves_the_run_alone_and_ends_the_retries(bench) -> None:
-    bench.trainer(f"{BEGIN}\nif resumed is None:\n    checkpoint()\n    die()\nprint('up', flush=True)\ntime.sleep(600)")
+    first = "if resumed is None:\n    checkpoint()\n    outlive_the_start()\n    die()\n"
+    bench.trainer(f"{BEGIN}\n{first}print('up', flush=True)\ntime.sleep(600)")
     process = bench.start("launch", "--tag", "quick", "--retries", "3", "--startup-seconds", "0", "--json")
     log = bench.run_folder("quick-2") / "train.log"
     bench.until(lambda: log.exists() and "up" in log.read_text())

@@ -73,7 +73,7 @@ def destination(request, tmp_path: Path) -> Iterator[ssh.Destination]:
 
 def test_a_server_that_answers_no_request_is_given_up_in_time(monkeypatch, destination) -> None:
     monkeypatch.setattr(ssh, "resolve", lambda *_: destination)
-    monkeypatch.setattr(ssh, "CONNECT_S", 1.0)
+    monkeypatch.setattr(ssh, "CONNECT_S", 3.0)
     remote = ssh.SshRemote("deaf", "box")
     with pytest.raises(HostError, match="host box stopped answering"):
         remote.exchange(["true"], b"", b"ready\n", 5)

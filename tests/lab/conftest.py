@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.lab)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(120))
+                item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")

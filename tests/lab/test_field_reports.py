@@ -93,7 +93,7 @@ def test_an_exit_code_of_255_is_the_trainers_and_no_lost_connection(far, lab, ct
 def test_a_container_whose_config_is_locked_still_answers(far, lab, ct) -> None:
     """A push of somebody else's holds the lock; what we use does not want it."""
     lab.pct.copies_take(20)
-    with lab.background(lab.ssh_command("pve", "echo x >/tmp/x && /usr/sbin/pct push 200 /tmp/x /root/x")):
+    with lab.background(lab.ssh_command("pve", "echo x >/run/x && /usr/sbin/pct push 200 /run/x /root/x")):
         far.until(lambda: any(call[0] == "push" for call in lab.pct.calls()))
         assert far("deploy").exit_code == 0
 
@@ -114,7 +114,7 @@ def test_a_process_stuck_in_the_kernel_is_named_and_stop_ends(far, lab, ct) -> N
         pytest.skip("cgroup v2 kills frozen processes: a stuck one cannot be made here")
     far.trainer(SLEEPER)
     launch(far)
-    (inner,) = [pid for pid, line in ct.processes().items() if "-m trainer" in line]
+    (inner,) = far.until(lambda: [pid for pid, line in ct.processes().items() if "-m trainer" in line])
     with ct.stuck(inner):
         done = far("stop", "quick-1", "--grace", "1", "--json")
         assert done.exit_code == 11

@@ -124,8 +124,6 @@ def test_killed_session_leaves_no_process_and_the_next_one_sweeps_the_rest(lab: 
     directory, outer_pid = done.stdout.decode().split()
     assert done.returncode == -9
     wait_until(lambda: not Path(f"/proc/{outer_pid}").exists(), "the killed session's node to end")
-    assert Path(directory).exists()
-    assert Path(directory).name in cgroups.names()
 
     def swept() -> bool:
         sweep()  # Passes over it until the last process has let go of the lock.

@@ -89,9 +89,9 @@ def test_list_and_answers_for_one_kind(lab: Lab, smi: FakeSmi) -> None:
 def test_hanging_one_needs_sigkill(lab: Lab, smi: FakeSmi) -> None:
     smi.hangs(60, ignores_term=True)
     started = time.monotonic()
-    done = lab.node.run(["sh", "-c", "timeout -k 0.3 0.3 nvidia-smi; echo $?"])
+    done = lab.node.run(["sh", "-c", "timeout -k 0.3 3 nvidia-smi; echo $?"])
     assert done.stdout == b"137\n"
-    assert 0.5 < time.monotonic() - started < 10
+    assert 3 < time.monotonic() - started < 30
     with pytest.raises(subprocess.TimeoutExpired):
         ask(lab, timeout_s=0.5)
 

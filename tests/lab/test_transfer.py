@@ -16,7 +16,7 @@ def test_a_push_over_a_link_that_is_cut_arrives_whole(bench, lab, link, ct) -> N
     incoming = ct.workspace / "my runs/incoming"
     bench.until(lambda: any(path.stat().st_size for path in incoming.rglob("*") if path.is_file()))
     assert link.cut() == 1
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr + stdout
     assert (ct.workspace / "my runs/targets/model.bin").read_bytes() == source.read_bytes()
 

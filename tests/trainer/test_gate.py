@@ -107,7 +107,7 @@ def test_a_wait_is_as_long_as_nothing_moves_however_many_come_first(
     start: Callable[[str], threading.Thread], gate: StartupGate, log: list[str]
 ) -> None:
     """Two that take half the time-out each, and a third that has then waited for longer than it."""
-    timeout_s, pause = 3.0, threading.Event()
+    timeout_s, pause = 6.0, threading.Event()
 
     def prepare(party: str, takes_s: float) -> None:
         with gate.turn(party, timeout_s=timeout_s):

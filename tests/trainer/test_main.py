@@ -22,7 +22,7 @@ import trainer.pipeline
 from trainer.config import TrainConfig
 from trainer.errors import TrainerError
 
-ENDS_WITHIN_S = 60
+ENDS_WITHIN_S = 300
 """Far more than it takes; importing torch on a busy machine is most of it."""
 
 GPUS = {"target_devices": ["cuda:1000"], "drafter_devices": ["cuda:0"]}
@@ -70,7 +70,8 @@ def write_config(folder: Path, config: object) -> Path:
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
     path = folder / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    told = [trainer.events.parse_line(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [event for event in told if event is not None]  # the last may be half written
 
 
 class Process:

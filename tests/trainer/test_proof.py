@@ -63,16 +63,18 @@ def test_rates_and_fractions_count_from_the_mark():
     proof = Proof(run, wiring, resolve_draft(run.draft, QWEN3_8B, 0), QWEN3_8B)
     with pytest.raises(TimeoutError):
         wiring.batches[0].receive(timeout_s=0.05)
+    began = time.monotonic()
     proof.mark()
     with pytest.raises(TimeoutError):
         wiring.features[0, 1].receive(timeout_s=0.05)
     time.sleep(0.05)
     wiring.facts["draft-0"].captures += 1
     read = proof.read(steps=3, context_tokens=30, draft_tokens=60)
+    seconds = time.monotonic() - began
     proof.close()
     assert (read["captures_before_gate"], read["captures_after_gate"], read["recompiles"]) == (0, 1, 0)
     assert read["stages"]["target-0"]["waits"] == {"in": 0, "out": 0}
-    assert 0.1 < read["stages"]["draft-1"]["waits"]["in"] < 1
+    assert 0.05 / seconds <= read["stages"]["draft-1"]["waits"]["in"] < 1
     assert read["context_tokens_per_s"] == pytest.approx(read["steps_per_s"] * 10)
     assert read["draft_tokens_per_s"] == pytest.approx(read["steps_per_s"] * 20)
     assert read["gpus"] == {}
@@ -109,14 +111,16 @@ def test_a_stage_is_busy_for_a_share_of_the_time_that_its_spans_were_counted_in(
     assert proof.read(steps=1, context_tokens=1, draft_tokens=1)["stages"]["draft-0"]["busy"] is None, "unknown is not zero"
     with clock.span():
         time.sleep(0.02)
+    began = time.monotonic()
     proof.mark()
     for _ in range(3):
         with clock.span():
             time.sleep(0.02)
+    seconds = time.monotonic() - began
     time.sleep(0.1)  # what comes after is counted with the next span
     stage = proof.read(steps=3, context_tokens=1, draft_tokens=1)["stages"]["draft-0"]
     proof.close()
-    assert 0.5 < stage["busy"] <= 1
+    assert 0.06 / seconds <= stage["busy"] <= 1
     assert stage["steady_step_s"] >= 0.02
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import http.server
+import itertools
 import json
 import os
 import signal
@@ -254,6 +255,10 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.reply = reply
         self.asked: list[list[str]] = []
+        self.numbers = itertools.count(1)
+        """Of requests: who comes with which is decided once, however many come together."""
+        self.hangs_after = 10**9
+        self.go_on = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
 
 
@@ -265,6 +270,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         assert self.path == "/v1/chat/completions"
         assert (request["model"], request["max_tokens"]) == ("the-target", 20)
         self.server.asked.append([message["content"] for message in request["messages"]])
+        if next(self.server.numbers) > self.server.hangs_after:
+            self.server.go_on.wait(60)
         status, reply = self.server.reply(request["messages"])
         body = json.dumps(reply).encode()
         self.send_response(status)
@@ -421,18 +428,12 @@ def started(chats: Path, target: Path, server: Server) -> Iterator[subprocess.Po
 def test_asked_to_stop_it_leaves_what_was_answered_and_nothing_else(
     chats: Path, target: Path, serve: Callable[..., Server], number: int, code: int
 ) -> None:
-    hung = threading.Event()
-
-    def reply(messages: list[dict[str, str]]) -> tuple[int, Any]:
-        if len(server.asked) > 9:
-            hung.wait(60)
-        return backwards(messages)
-
-    server = serve(reply)
+    server = serve(backwards)
+    server.hangs_after = 9
     with started(chats, target, server) as process:
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
-    hung.set()
+    server.go_on.set()
     assert process.returncode == code
     assert "Traceback" not in err
     assert len(journal(chats)) >= 5
@@ -442,17 +443,11 @@ def test_asked_to_stop_it_leaves_what_was_answered_and_nothing_else(
 def test_killed_it_goes_on_and_asks_nothing_twice_that_was_answered(
     chats: Path, target: Path, serve: Callable[..., Server]
 ) -> None:
-    hung = threading.Event()
-
-    def reply(messages: list[dict[str, str]]) -> tuple[int, Any]:
-        if len(server.asked) > 9:
-            hung.wait(60)
-        return backwards(messages)
-
-    server = serve(reply)
+    server = serve(backwards)
+    server.hangs_after = 9
     with started(chats, target, server) as process:
         os.kill(process.pid, signal.SIGKILL)
-    hung.set()
+    server.go_on.set()
     answered = {tuple(line["messages"][0]["content"].split()) for line in journal(chats).values()}
     assert len(answered) >= 5
     assert not (chats.parent / "out").exists()
