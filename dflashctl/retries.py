@@ -83,10 +83,11 @@ def stay(
                 return chain.tries
             hopeless = _hopeless(document, len(chain.tries), most)
             if not hopeless:
-                own = patiently(session, partial(_settled, session, history, record), PATIENCE_S, ways.note)
+                own, is_last = patiently(session, partial(_settled, session, history, record), PATIENCE_S, ways.note)
                 options = _again(options, record, own)
                 barren = 0 if own else barren + 1
                 hopeless = "the last two runs have written no new checkpoint" if barren > 1 else None
+                hopeless = f"{own} is that of its last step" if is_last else hopeless
             if hopeless:
                 ways.note(f"{record.name} is not tried again: {hopeless}")
                 return chain.tries
@@ -112,8 +113,8 @@ def _one(
     return record, {**started.document(), **ways.follow(record), "resumes": record.resumes}
 
 
-def _settled(session: HostSession, history: History, record: RunRecord) -> str | None:
-    """End what a dead run has left behind, that must not go on beside the next; the newest checkpoint that it has written."""
+def _settled(session: HostSession, history: History, record: RunRecord) -> tuple[str | None, bool]:
+    """End what a dead run has left behind, that must not go on beside the next; what `_own_checkpoint` says."""
     try:
         stop(session, record, history, _GRACE_S, ends_retries=False)
     except StopIncompleteError as error:
@@ -131,11 +132,11 @@ def _hopeless(state: Mapping[str, Any], num_tries: int, most: int) -> str | None
     return f"that was the last of {most} retries" if num_tries > most else None
 
 
-def _own_checkpoint(session: HostSession, record: RunRecord) -> str | None:
-    """The newest checkpoint that the run itself has written, relative to the root."""
+def _own_checkpoint(session: HostSession, record: RunRecord) -> tuple[str | None, bool]:
+    """The newest checkpoint that the run itself has written, relative to the root, and whether it is that of its last step."""
     request = {"root": session.host.root, "run": record.run, "launch_id": record.launch_id}
-    found: str | None = session.call("runs", "checkpoint", request)["checkpoint"]
-    return found
+    found = session.call("runs", "checkpoint", request)
+    return found["checkpoint"], found["is_last"]
 
 
 def _again(options: Options, record: RunRecord, own_checkpoint: str | None) -> Options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -95,7 +96,7 @@ def _checkpoint(layout: Layout, resume: dict[str, str] | None) -> str | None:
             f"run {parent.run} is still living",
             f"dflashctl tail {parent.run} follows it, dflashctl stop {parent.run} ends it",
         )
-    if told["last_event"] == "finished":
+    if told["last_event"] == "finished" or _is_trained(parent):
         raise Fault("environment", f"run {parent.run} has finished all its steps, and keeps nothing to go on from")
     grandparent = parent.record().get("resumes")
     hint = f"dflashctl launch --resume {grandparent} goes on from where it had begun" if grandparent else None
@@ -132,6 +133,13 @@ def _newest_checkpoint(layout: Layout, folder: RunFolder) -> str | None:
     """Relative to the root."""
     latest = folder.checkpoints / "latest"
     return os.path.relpath(os.path.realpath(latest), os.path.realpath(layout.root)) if latest.is_dir() else None
+
+
+def _is_trained(folder: RunFolder) -> bool:
+    """Whether its newest checkpoint is that of its last step, which nothing goes on from: it died, if at all, after that."""
+    with contextlib.suppress(Fault, LookupError, TypeError):
+        return Path(os.path.realpath(folder.checkpoints / "latest")).name == f"step-{_config(folder)['run']['steps']}"
+    return False
 
 
 def _start(layout: Layout, folder: RunFolder, gpus: list[dict[str, Any]]) -> None:
@@ -267,9 +275,10 @@ def _config(folder: RunFolder) -> Any:
 
 
 def checkpoint(args: dict[str, Any]) -> dict[str, Any]:
-    """The newest `checkpoint` that a run has written, relative to the root; None where it has none."""
+    """The newest `checkpoint` that a run has written, relative to the root (None: none), and whether it `is_last` of all."""
     layout = Layout(args["root"])
-    return {"checkpoint": _newest_checkpoint(layout, layout.find_run(args["run"], args["launch_id"]))}
+    folder = layout.find_run(args["run"], args["launch_id"])
+    return {"checkpoint": _newest_checkpoint(layout, folder), "is_last": _is_trained(folder)}
 
 
 def check_preparation(args: dict[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,17 @@ def test_a_crash_is_tried_as_often_as_asked_and_each_run_names_its_parent(bench)
     assert bench("tail", "quick-3").stdout == "resumes runs/quick-2/checkpoints/step-10\n"
 
 
+def test_a_death_after_the_last_checkpoint_is_not_tried_again(bench) -> None:
+    bench.trainer(f"{BEGIN}\ncheckpoint()\noutlive_the_start()\ndie()")
+    done = go(bench, 3, "--set", "run.steps=10")
+    assert done.exit_code == 1
+    last = "runs/quick-1/checkpoints/step-10"
+    assert f"local:quick-1 is not tried again: {last} is that of its last step\n" in done.stderr
+    resumed = bench("launch", "--resume", "quick-1")
+    assert (resumed.exit_code, "quick-1 has finished all its steps" in resumed.stderr) == (8, True)
+    assert not bench.run_folder("quick-2").exists()
+
+
 def test_two_deaths_without_progress_end_it(bench) -> None:
     bench.trainer(f"{BEGIN}\nif resumed is None:\n    checkpoint()\noutlive_the_start()\ndie()")
     done = go(bench, 9)
