@@ -31,7 +31,7 @@ from trainer.conversations import Dropped, prompts
 from trainer.dataset import open_shards
 from trainer.decoding import TEMPERATURES, Decoder, Response, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog, free_number, set_aside
+from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog, alone_in, free_number, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, target_info, tokenizer_digest
 from trainer.responses import rendered
 
@@ -280,30 +280,30 @@ class _Ticker:
 
 def _recorded(settings: Settings, folder: Path, ticker: _Ticker) -> dict[str, Any]:
     """`evaluate`, told in events, its document kept."""
-    if (folder / "evaluation.json").exists():
-        raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        set_aside(folder / "events.jsonl", free_number(folder))
-        log = EventLog(folder / "events.jsonl")
-    except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be used: {error}") from None
-    log.write(STARTED, checkpoint=str(settings.checkpoint), prompts=str(settings.prompts))
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone_in(folder))
+            if (folder / "evaluation.json").exists():
+                raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
+            set_aside(folder / "events.jsonl", free_number(folder))
+            log = held.enter_context(contextlib.closing(EventLog(folder / "events.jsonl")))
+        except OSError as error:
+            raise ConfigError(f"--output {folder} cannot be used: {error}") from None
+        log.write(STARTED, checkpoint=str(settings.checkpoint), prompts=str(settings.prompts))
 
-    def tell(pair: Pair, count: int) -> None:
-        log.write(PROMPT, **_told(pair, settings))
-        ticker(pair, count)
+        def tell(pair: Pair, count: int) -> None:
+            log.write(PROMPT, **_told(pair, settings))
+            ticker(pair, count)
 
-    try:
-        document = evaluate(settings, tell)
-        _keep(document, folder)
-        log.write(FINISHED, **document)
-    except BaseException as error:
-        with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
-            log.write(FAILED, error=sentence(error))
-        raise
-    finally:
-        log.close()
+        try:
+            document = evaluate(settings, tell)
+            _keep(document, folder)
+            log.write(FINISHED, **document)
+        except BaseException as error:
+            with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
+                log.write(FAILED, error=sentence(error))
+            raise
     return document
 
 

@@ -9,16 +9,18 @@ are null, and so are those that are not finite: every line is strict JSON.
 
 import contextlib
 import datetime
+import fcntl
 import itertools
 import json
 import math
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
 
 STARTED: Final = "started"
 GATE_OPEN: Final = "gate_open"
@@ -64,6 +66,23 @@ class EventLog:
         with self._lock, contextlib.suppress(OSError):
             self._ended = True
             self._file.close()
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold `folder` against other runs, until this process dies at the latest; raises ConfigError if one holds it, OSError.
+
+    To be held before anything there is set aside: what a living run writes is not an earlier start's.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def free_number(folder: Path) -> int:

@@ -17,6 +17,7 @@ from trainer.checkpoint import checkpoint_digest
 from trainer.decoding import Response, Round
 from trainer.errors import DataError
 from trainer.evaluate import by_position, ratio_interval, read_prompts
+from trainer.events import alone_in
 
 
 def arguments(trained: Any, prompts: Path, *more: str) -> list[str]:
@@ -71,6 +72,34 @@ def test_prompts_come_as_texts_records_and_chats_and_bf16_and_sampling_run_too(
     assert evaluate.main(arguments(trained, words, *sampled)) == 3
     assert "has an evaluation.json already; remove it or choose another --output" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == document
+
+
+def test_the_events_of_a_run_that_works_there_stay(
+    trained: Any, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "events.jsonl").write_text("of the training")
+    with alone_in(out):
+        assert evaluate.main(arguments(trained, words, "--output", str(out))) == 3
+    assert capsys.readouterr() == ("", f"error: {out}: another run works in this folder\n")
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("events.jsonl", "of the training")]
+    assert evaluate.main(arguments(trained, words, "--output", str(out))) == 0, "nobody works there any more"
+
+
+def test_of_two_evaluations_with_one_output_the_later_is_refused(
+    trained: Any, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, codes = arguments(trained, words, "--output", str(tmp_path / "out")), []
+
+    def meanwhile(*_: Any) -> dict[str, Any]:
+        codes.append(evaluate.main(given))
+        return {"by": "the first"}
+
+    monkeypatch.setattr(evaluate, "evaluate", meanwhile)
+    assert (evaluate.main(given), codes) == (0, [3])
+    assert capsys.readouterr().err == f"error: {tmp_path / 'out'}: another run works in this folder\n"
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == {"by": "the first"}
 
 
 @pytest.mark.parametrize(
