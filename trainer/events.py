@@ -98,8 +98,13 @@ def set_aside(path: Path, number: int) -> None:
 
 
 def utc_now() -> str:
-    """Now, as ISO 8601 UTC with milliseconds and `Z`."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """Now, as `utc` has it."""
+    return utc(time.time())
+
+
+def utc(seconds: float) -> str:
+    """Seconds since 1970 as ISO 8601 UTC with milliseconds and `Z`; such texts compare as the times do."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
