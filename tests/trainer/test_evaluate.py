@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -194,6 +195,9 @@ def test_unusable_prompts_are_one_sentence(
     assert err.count("\n") == 1
 
 
+FLOATS = "norm.weight must be one of float64, float32, float16, bfloat16, got "
+
+
 def _remove(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -231,6 +235,12 @@ def _tensors(change: Any) -> Any:
         (_other_target, "made for another target: layers, width and vocabulary must be (4, 32, 64), got (30, 32, 64)"),
         (_tensors(lambda t: t.update({"fc.weight": t["norm.weight"].clone()})), "fc.weight must be [32, 64], got [32]"),
         (_tensors(lambda t: t.pop("norm.weight")), "norm.weight must be [32], got nothing"),
+        (_tensors(lambda t: t["norm.weight"].fill_(math.nan)), "norm.weight must hold finite numbers alone, got others"),
+        (_tensors(lambda t: t["fc.weight"][3].fill_(-math.inf)), "fc.weight must hold finite numbers alone, got others"),
+        *(
+            (_tensors(lambda t, kind=kind: t.update({"norm.weight": t["norm.weight"].to(kind)})), f"{FLOATS}{name}")
+            for kind, name in ((torch.bool, "bool"), (torch.int8, "int8"), (torch.complex64, "complex64"))
+        ),
         (_tensors(lambda t: t.update(other=t["norm.weight"].clone())), "holds tensors that no drafter has, such as other"),
     ],
 )
