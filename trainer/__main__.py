@@ -96,10 +96,10 @@ def _train(path: Path, text: str, number: int, log: events.EventLog, mailbox: "q
 
 def _follow(run: RunConfig, checkpoints: Path) -> None:
     """Let `run.resume` name a checkpoint of an earlier start where it is now: the last start that had it counts."""
-    given = (Path(run.root) / (run.resume or "")).resolve()
-    if not run.resume or not given.is_relative_to(checkpoints.resolve()):
+    given, here = (Path(os.path.realpath(path)) for path in (Path(run.root) / (run.resume or ""), checkpoints))
+    if not run.resume or not given.is_relative_to(here):  # links in a loop are told by whoever reads them
         return
-    name = given.relative_to(checkpoints.resolve())
+    name = given.relative_to(here)
     numbers = (path.suffix.removeprefix(".") for path in checkpoints.parent.glob("checkpoints.*"))
     for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
         aside = checkpoints.with_name(f"checkpoints.{number}").resolve() / name

@@ -193,6 +193,11 @@ def checkpoint_digest(folder: Path) -> str:
         raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
 
 
+def resolved(folder: Path) -> Path:
+    """Where a checkpoint lies, for `latest` may point elsewhere soon; links in a loop are left for whoever reads it."""
+    return Path(os.path.realpath(folder))
+
+
 def step_of(folder: Path) -> int | None:
     """The step that a checkpoint's name tells."""
     match = _STEP.fullmatch(folder.name)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint import checkpoint_digest, load_checkpoint
+from trainer.checkpoint import checkpoint_digest, load_checkpoint, resolved
 from trainer.config import Dtype, TargetConfig
 from trainer.conversations import Dropped, prompts
 from trainer.dataset import open_shards
@@ -82,7 +82,7 @@ def evaluate(settings: Settings, tell: Callable[[Pair, int], object] = lambda _p
                 f"{settings.prompts}: prompt {index + 1} has {len(prompt)} tokens; with --max-new-tokens "
                 f"{settings.max_new_tokens} it must be within the target's {info.max_position_embeddings} positions"
             )
-    checkpoint = (settings.root / settings.checkpoint).resolve()  # `latest` may point elsewhere soon
+    checkpoint = resolved(settings.root / settings.checkpoint)
     drafter = load_checkpoint(checkpoint, info, model.dtype).to(device, model.dtype).requires_grad_(False)
     digest = checkpoint_digest(checkpoint)
     stop_ids = stop_token_ids(model, tokenizer)
@@ -106,7 +106,11 @@ def evaluate(settings: Settings, tell: Callable[[Pair, int], object] = lambda _p
 
 def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt in a file or of each held-out document in shards; raises DataError."""
-    if not path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not is_folder:
         found = [_render(f"{path}: prompt {i}", tokenizer, messages) for i, messages in enumerate(prompts(path), 1)]
     else:
         shards = open_shards(path, "held_out")

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trainer.checkpoint import appearing_folder, checkpoint_digest, load_checkpoint, read_config, step_of
+from trainer.checkpoint import appearing_folder, checkpoint_digest, load_checkpoint, read_config, resolved, step_of
 from trainer.config import TargetConfig, TrainConfig
 from trainer.dataset import FORMAT
 from trainer.errors import CheckpointError, ConfigError, TrainerError
@@ -42,9 +42,13 @@ def export(
     checkpoint: Path, output: Path, kind: Format, *, target: TargetConfig | None = None, evaluations: Sequence[Path] = ()
 ) -> None:
     """Write `checkpoint` to `output`, which must not exist; `target` defaults to the run's. Raises TrainerError."""
-    if output.exists():
+    try:
+        exists = output.exists()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise ConfigError(f"--output {output} cannot be used: {error}") from None
+    if exists:
         raise ConfigError(f"{output} exists already; remove it or choose another --output")
-    checkpoint = checkpoint.resolve()
+    checkpoint = resolved(checkpoint)
     run = _read_run(checkpoint)
     config = read_config(checkpoint)
     target, root = (target, Path()) if target else _target_of(run, checkpoint)

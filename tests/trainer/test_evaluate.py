@@ -277,3 +277,29 @@ def test_shards_of_another_tokenizer_and_devices_that_are_not_here_are_refused(
     assert "was made with another vocabulary or chat template" in capsys.readouterr().err
     assert evaluate.main(arguments(trained, words, "--device", "cuda:7")) == 3
     assert "the device must be cpu or one of the 0 GPUs as cuda:N, got cuda:7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "sentence"),
+    [
+        ("--checkpoint", 1, "no checkpoint here: "),
+        ("--prompts", 3, " cannot be read: "),
+        ("--output", 3, " cannot be used: "),
+    ],
+)
+@pytest.mark.parametrize("name", ["x" * 300, "loop"])
+def test_a_path_that_leads_nowhere_is_one_sentence(
+    trained: Any,
+    words: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    code: int,
+    sentence: str,
+    name: str,
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert evaluate.main([*arguments(trained, words), option, str(tmp_path / name)]) == code
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert (err.startswith("error: "), err.count("\n")) == (True, 1)

@@ -374,6 +374,16 @@ def test_a_configuration_that_cannot_be_read_and_a_wrong_call(tmp_path: Path, ca
 
 
 @pytest.mark.usefixtures("_handlers_restored")
+def test_a_loop_of_links_is_nothing_to_resume_from(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    path = write_config(tmp_path, tiny_run.config(run={"resume": str(tmp_path / "loop")}))
+    assert trainer.__main__.main([str(path)]) == 1
+    err = capsys.readouterr().err
+    assert f"error: run.resume {tmp_path / 'loop'}: nothing to resume from" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("_handlers_restored")
 @pytest.mark.parametrize("name", ["open_shards", "packing_waste"])
 def test_a_signal_while_loading_stops_the_run(
     tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
