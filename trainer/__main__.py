@@ -7,7 +7,6 @@ signal 128 + its number. The only place that exits, sets up logging or handles s
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import queue
@@ -16,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,7 +65,7 @@ def _run(path: Path, mailbox: "queue.SimpleQueue[Any]") -> None:
     with contextlib.ExitStack() as held:
         try:
             text = path.read_text(encoding="utf-8")
-            held.enter_context(_alone_in(path.parent))
+            held.enter_context(events.alone_in(path.parent))
             number = events.free_number(path.parent)
             events.set_aside(path.parent / "events.jsonl", number)
             log = held.enter_context(contextlib.closing(events.EventLog(path.parent / "events.jsonl")))
@@ -95,26 +94,12 @@ def _train(path: Path, text: str, number: int, log: events.EventLog, mailbox: "q
     pipeline.train(config, path.parent, log, mailbox)
 
 
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold `folder` against other runs, until this process dies at the latest; raises ConfigError if one holds it, OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _follow(run: RunConfig, checkpoints: Path) -> None:
     """Let `run.resume` name a checkpoint of an earlier start where it is now: the last start that had it counts."""
-    given = (Path(run.root) / (run.resume or "")).resolve()
-    if not run.resume or not given.is_relative_to(checkpoints.resolve()):
+    given, here = (Path(os.path.realpath(path)) for path in (Path(run.root) / (run.resume or ""), checkpoints))
+    if not run.resume or not given.is_relative_to(here):  # links in a loop are told by whoever reads them
         return
-    name = given.relative_to(checkpoints.resolve())
+    name = given.relative_to(here)
     numbers = (path.suffix.removeprefix(".") for path in checkpoints.parent.glob("checkpoints.*"))
     for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
         aside = checkpoints.with_name(f"checkpoints.{number}").resolve() / name

@@ -146,7 +146,8 @@ def appearing_folder(final: Path) -> Iterator[Path]:
 def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> DraftModel:
     """The drafter in `folder`, in host memory, to be computed in `dtype`.
 
-    Raises CheckpointError for a folder without a whole checkpoint and for a drafter that was not made for this target.
+    Raises CheckpointError for a folder without a whole checkpoint, for numbers that are not finite and for a drafter that was
+    not made for this target.
     """
     config = read_config(folder)
     try:
@@ -157,15 +158,21 @@ def load_checkpoint(folder: Path, info: TargetInfo, dtype: torch.dtype) -> Draft
         raise CheckpointError(f"{folder}: the checkpoint cannot be read: {error}") from None
     spec = _read_spec(config, dtype)
     check_made_for(folder, config, (info.num_layers, info.hidden_size, info.vocab_size))
-    model = DraftModel(spec)
+    with torch.device("meta"):  # no memory for what config.json says alone
+        model = DraftModel(spec)
     for name, parameter in model.named_parameters():
         found = list(tensors[name].shape) if name in tensors else "nothing"
         if found != list(parameter.shape):
             raise CheckpointError(f"{folder / 'model.safetensors'}: {name} must be {list(parameter.shape)}, got {found}")
+        kind = str(tensors[name].dtype).removeprefix("torch.")
+        if kind not in _FLOATS:
+            raise CheckpointError(f"{folder / 'model.safetensors'}: {name} must be one of {', '.join(_FLOATS)}, got {kind}")
+        if not tensors[name].float().isfinite().all():
+            raise CheckpointError(f"{folder / 'model.safetensors'}: {name} must hold finite numbers alone, got others")
     unknown = tensors.keys() - dict(model.named_parameters()).keys()
     if unknown:
         raise CheckpointError(f"{folder / 'model.safetensors'}: holds tensors that no drafter has, such as {min(unknown)}")
-    model.load_state_dict(tensors)
+    model.to_empty(device="cpu").load_state_dict(tensors)
     return model
 
 
@@ -184,6 +191,11 @@ def checkpoint_digest(folder: Path) -> str:
         return _sha256(folder / "model.safetensors")
     except OSError as error:
         raise CheckpointError(f"{folder}: no checkpoint here: {error}") from None
+
+
+def resolved(folder: Path) -> Path:
+    """Where a checkpoint lies, for `latest` may point elsewhere soon; links in a loop are left for whoever reads it."""
+    return Path(os.path.realpath(folder))
 
 
 def step_of(folder: Path) -> int | None:
@@ -256,12 +268,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _checks(config: dict[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
     """Key, value, whether it is right, what is; each rests on those before it, so that none may be drawn after one is wrong."""
-    for key, least in _LEAST.items():
-        yield key, config[key], _is_whole(config[key], least), f"a whole number of at least {least}"
+    for key, (least, most) in _RANGES.items():
+        yield key, config[key], _is_whole(config[key], least, most), f"a whole number in {least}..{most}"
     for key in ("rms_norm_eps", "initializer_range", "rope_theta"):
         value = config[key]
-        positive = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-        yield key, value, positive, "a number above 0"
+        positive = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST
+        yield key, value, positive, f"a number above 0, at most {_LARGEST:g}"
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     yield "num_attention_heads", heads, heads % kv_heads == 0, f"a multiple of the {kv_heads} key and value heads"
     yield "head_dim", config["head_dim"], config["head_dim"] % 2 == 0, "even for rotary positions"
@@ -275,12 +287,13 @@ def _checks(config: dict[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
     named = f"full_attention or sliding_attention for each of the {num_layers} layers"
     yield "layer_types", kinds, known and len(kinds) == num_layers, named
     slides = "sliding_attention" in kinds
-    yield "sliding_window", window, _is_whole(window, 2) or (window is None and not slides), "a whole number of at least 2"
+    wide = _is_whole(window, 2, _MOST_TOKENS)
+    yield "sliding_window", window, wide or (window is None and not slides), f"a whole number in 2..{_MOST_TOKENS}"
     yield "dtype", config["dtype"], isinstance(config["dtype"], str), "the name of a type"
 
 
-def _is_whole(value: object, least: int = 0) -> bool:
-    return type(value) is int and value >= least
+def _is_whole(value: object, least: int = 0, most: float = math.inf) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
@@ -303,17 +316,23 @@ def _read_spec(config: dict[str, Any], dtype: torch.dtype) -> DraftSpec:
     )
 
 
-_LEAST = {
-    "block_size": 2,
-    "num_target_layers": 2,
-    "hidden_size": 1,
-    "intermediate_size": 1,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 2,
-    "vocab_size": 1,
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_LARGEST = 1e30
+"""Far more than any, and far within fp32."""
+_MOST_TOKENS = (1 << 63) - 1
+"""What positions are compared with."""
+_RANGES = {
+    "block_size": (2, 64),
+    "num_target_layers": (2, 1 << 20),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 20),
+    "num_hidden_layers": (1, 64),
+    "num_attention_heads": (1, 1024),
+    "num_key_value_heads": (1, 1024),
+    "head_dim": (2, 1024),
+    "vocab_size": (1, 1 << 31),
 }
+"""As of a configuration's section `draft`; what the target has is compared with it later."""
 _DFLASH_KEYS = ("mask_token_id", "target_layer_ids")
 _KEYS = (
     "block_size",

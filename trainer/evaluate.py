@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint import checkpoint_digest, load_checkpoint
+from trainer.checkpoint import checkpoint_digest, load_checkpoint, resolved
 from trainer.config import Dtype, TargetConfig
 from trainer.conversations import Dropped, prompts
 from trainer.dataset import open_shards
 from trainer.decoding import TEMPERATURES, Decoder, Response, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog, free_number, set_aside
+from trainer.events import FAILED, FINISHED, PROMPT, STARTED, EventLog, alone_in, free_number, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, target_info, tokenizer_digest
 from trainer.responses import rendered
 
@@ -82,7 +82,7 @@ def evaluate(settings: Settings, tell: Callable[[Pair, int], object] = lambda _p
                 f"{settings.prompts}: prompt {index + 1} has {len(prompt)} tokens; with --max-new-tokens "
                 f"{settings.max_new_tokens} it must be within the target's {info.max_position_embeddings} positions"
             )
-    checkpoint = (settings.root / settings.checkpoint).resolve()  # `latest` may point elsewhere soon
+    checkpoint = resolved(settings.root / settings.checkpoint)
     drafter = load_checkpoint(checkpoint, info, model.dtype).to(device, model.dtype).requires_grad_(False)
     digest = checkpoint_digest(checkpoint)
     stop_ids = stop_token_ids(model, tokenizer)
@@ -106,7 +106,11 @@ def evaluate(settings: Settings, tell: Callable[[Pair, int], object] = lambda _p
 
 def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt in a file or of each held-out document in shards; raises DataError."""
-    if not path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not is_folder:
         found = [_render(f"{path}: prompt {i}", tokenizer, messages) for i, messages in enumerate(prompts(path), 1)]
     else:
         shards = open_shards(path, "held_out")
@@ -280,30 +284,30 @@ class _Ticker:
 
 def _recorded(settings: Settings, folder: Path, ticker: _Ticker) -> dict[str, Any]:
     """`evaluate`, told in events, its document kept."""
-    if (folder / "evaluation.json").exists():
-        raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        set_aside(folder / "events.jsonl", free_number(folder))
-        log = EventLog(folder / "events.jsonl")
-    except OSError as error:
-        raise ConfigError(f"--output {folder} cannot be used: {error}") from None
-    log.write(STARTED, checkpoint=str(settings.checkpoint), prompts=str(settings.prompts))
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone_in(folder))
+            if (folder / "evaluation.json").exists():
+                raise ConfigError(f"--output {folder} has an evaluation.json already; remove it or choose another --output")
+            set_aside(folder / "events.jsonl", free_number(folder))
+            log = held.enter_context(contextlib.closing(EventLog(folder / "events.jsonl")))
+        except OSError as error:
+            raise ConfigError(f"--output {folder} cannot be used: {error}") from None
+        log.write(STARTED, checkpoint=str(settings.checkpoint), prompts=str(settings.prompts))
 
-    def tell(pair: Pair, count: int) -> None:
-        log.write(PROMPT, **_told(pair, settings))
-        ticker(pair, count)
+        def tell(pair: Pair, count: int) -> None:
+            log.write(PROMPT, **_told(pair, settings))
+            ticker(pair, count)
 
-    try:
-        document = evaluate(settings, tell)
-        _keep(document, folder)
-        log.write(FINISHED, **document)
-    except BaseException as error:
-        with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
-            log.write(FAILED, error=sentence(error))
-        raise
-    finally:
-        log.close()
+        try:
+            document = evaluate(settings, tell)
+            _keep(document, folder)
+            log.write(FINISHED, **document)
+        except BaseException as error:
+            with contextlib.suppress(TrainerError):  # the first cause counts, not a disk that is full by now
+                log.write(FAILED, error=sentence(error))
+            raise
     return document
 
 

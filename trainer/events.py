@@ -9,16 +9,18 @@ are null, and so are those that are not finite: every line is strict JSON.
 
 import contextlib
 import datetime
+import fcntl
 import itertools
 import json
 import math
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
 
 STARTED: Final = "started"
 GATE_OPEN: Final = "gate_open"
@@ -66,6 +68,23 @@ class EventLog:
             self._file.close()
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold `folder` against other runs, until this process dies at the latest; raises ConfigError if one holds it, OSError.
+
+    To be held before anything there is set aside: what a living run writes is not an earlier start's.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def free_number(folder: Path) -> int:
     """The first under which nothing of an earlier start is kept there, neither events nor checkpoints."""
     names = ("events.{}.jsonl", "checkpoints.{}")
@@ -79,8 +98,13 @@ def set_aside(path: Path, number: int) -> None:
 
 
 def utc_now() -> str:
-    """Now, as ISO 8601 UTC with milliseconds and `Z`."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """Now, as `utc` has it."""
+    return utc(time.time())
+
+
+def utc(seconds: float) -> str:
+    """Seconds since 1970 as ISO 8601 UTC with milliseconds and `Z`; such texts compare as the times do."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def parse_line(line: str) -> dict[str, Any] | None:

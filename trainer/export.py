@@ -3,8 +3,9 @@
 `--format flat` is z-lab's layout, which a checkpoint already has; `--format speculators` is that of vllm-project/speculators.
 Both get a model card, README.md: what the drafter was trained on, how, and what was measured. The card takes what it says from
 the run's config.json and its events up to the checkpoint's step, from the shards' meta.json and from evaluations of this very
-checkpoint that are named; what is not there it leaves out. Of an earlier start, whose checkpoints lie in checkpoints.1 or the
-next number, events.1.jsonl tells both. The output folder appears whole or not at all.
+checkpoint that are named; what is not there it leaves out. Where it lies in the events of a start that it was saved then, those
+tell both; else, of checkpoints in checkpoints.1 or the next number, events.1.jsonl does. The output folder appears whole or not
+at all.
 
 Sources: the keys are those that vllm-project/speculators 0.9 writes and reads.
 """
@@ -23,11 +24,11 @@ from typing import Any, Literal
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trainer.checkpoint import appearing_folder, checkpoint_digest, load_checkpoint, read_config, step_of
+from trainer.checkpoint import appearing_folder, checkpoint_digest, load_checkpoint, read_config, resolved, step_of
 from trainer.config import TargetConfig, TrainConfig
 from trainer.dataset import FORMAT
 from trainer.errors import CheckpointError, ConfigError, TrainerError
-from trainer.events import STARTED, STEP, VALIDATION, parse_line
+from trainer.events import CHECKPOINT, STARTED, STEP, VALIDATION, parse_line, utc
 from trainer.model.target import described_target, load_config
 
 Format = Literal["flat", "speculators"]
@@ -41,9 +42,13 @@ def export(
     checkpoint: Path, output: Path, kind: Format, *, target: TargetConfig | None = None, evaluations: Sequence[Path] = ()
 ) -> None:
     """Write `checkpoint` to `output`, which must not exist; `target` defaults to the run's. Raises TrainerError."""
-    if output.exists():
+    try:
+        exists = output.exists()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise ConfigError(f"--output {output} cannot be used: {error}") from None
+    if exists:
         raise ConfigError(f"{output} exists already; remove it or choose another --output")
-    checkpoint = checkpoint.resolve()
+    checkpoint = resolved(checkpoint)
     run = _read_run(checkpoint)
     config = read_config(checkpoint)
     target, root = (target, Path()) if target else _target_of(run, checkpoint)
@@ -180,10 +185,13 @@ def _target_of(run: TrainConfig | None, checkpoint: Path) -> tuple[TargetConfig,
 
 def _read_run(checkpoint: Path) -> TrainConfig | None:
     """The run's configuration; None where the folder around is no run's. config.json is the newest start's."""
-    if _EARLIER.fullmatch(checkpoint.parent.name):
-        found = next((event.get("config") for event in _read_events(checkpoint) if event["event"] == STARTED), None)
-    else:
+    told = _own_events(checkpoint)
+    if told is None and _EARLIER.fullmatch(checkpoint.parent.name):
+        told = _read_events(checkpoint)
+    if told is None:
         found = _read_json(checkpoint.parent.parent / "config.json")
+    else:
+        found = next((event.get("config") for event in told if event["event"] == STARTED), None)
     try:
         return TrainConfig.from_dict(found)
     except ConfigError:
@@ -212,11 +220,35 @@ def _read_meta(run: TrainConfig | None) -> dict[str, Any] | None:
 
 
 def _read_events(checkpoint: Path) -> list[dict[str, Any]]:
-    """What the start that wrote this checkpoint has told; its folder and its events were set aside under one number."""
+    """What the start that wrote this checkpoint has told: by its own events, else by the number of its folder."""
     earlier = _EARLIER.fullmatch(checkpoint.parent.name)
-    name = f"events.{earlier[1]}.jsonl" if earlier else "events.jsonl"
+    numbered = checkpoint.parent.parent / (f"events.{earlier[1]}.jsonl" if earlier else "events.jsonl")
+    return _own_events(checkpoint) or _parse_events(numbered)
+
+
+def _own_events(checkpoint: Path) -> list[dict[str, Any]] | None:
+    """Those of the start that told of this checkpoint right after it was written; None if there are none.
+
+    Their number may be another than that of the checkpoint's folder: a start that a typo ends sets the events aside alone.
+    Starts of one folder follow each other, so that the time of the file belongs to one of them, or to none if it was copied.
+    """
     try:
-        lines = (checkpoint.parent.parent / name).read_text(encoding="utf-8", errors="replace").splitlines()
+        saved = utc((checkpoint / "model.safetensors").stat().st_mtime)
+        told = map(_parse_events, checkpoint.parent.parent.glob("events*.jsonl"))
+    except OSError:
+        return None
+    return next((events for events in told if _wrote(events, step_of(checkpoint), saved)), None)
+
+
+def _wrote(told: list[dict[str, Any]], step: int | None, saved: str) -> bool:
+    begin = next((event.get("time") for event in told if event["event"] == STARTED), None)
+    end = next((event.get("time") for event in told if event["event"] == CHECKPOINT and event.get("step") == step), None)
+    return isinstance(begin, str) and isinstance(end, str) and begin <= saved <= end
+
+
+def _parse_events(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
     return [event for event in map(parse_line, lines) if event is not None]

@@ -45,7 +45,7 @@ from trainer.conversations import Dropped, Messages, before_answer, conversation
 from trainer.dataset import ShardWriter, Split
 from trainer.decoding import TEMPERATURES, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
-from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog, free_number, set_aside
+from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog, alone_in, free_number, set_aside
 from trainer.model.target import load_causal_lm, load_tokenizer, tokenizer_digest
 from trainer.regenerate import Progress, Regeneration, regenerate, regenerated
 from trainer.responses import cut, encode
@@ -358,13 +358,14 @@ def _by_hand(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Repor
 
 def _recorded(path: Path) -> Report:
     """What the configuration of a run says, told in events.jsonl beside it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        set_aside(path.parent / "events.jsonl", free_number(path.parent))
-        log = EventLog(path.parent / "events.jsonl")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be used: {error}") from None
-    with contextlib.closing(log):
+    with contextlib.ExitStack() as held:
+        try:
+            text = path.read_text(encoding="utf-8")
+            held.enter_context(alone_in(path.parent))
+            set_aside(path.parent / "events.jsonl", free_number(path.parent))
+            log = held.enter_context(contextlib.closing(EventLog(path.parent / "events.jsonl")))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be used: {error}") from None
         try:
             config = TrainConfig.from_json(path, text)
             config.prepare.check()

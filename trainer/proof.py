@@ -216,8 +216,8 @@ def _allocations(device: str) -> dict[str, int]:
 
 
 def _ceiling(root: Path) -> float | None:
-    """TFLOP/s of a matrix product, as measured before; None if nobody has."""
+    """TFLOP/s of a matrix product, as measured before; None if nobody has, or the file is damaged."""
     try:
         return float(json.loads((root / CEILING_FILE).read_text(encoding="utf-8"))["matmul_tflops"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None

@@ -2,13 +2,15 @@
 
 Prints one JSON document: go or no-go with the reasons, the first step against later ones, peak memory, and how far the losses
 are from those of an eager loop. Exit code 0 is go, 1 no-go; what the user can mend is a no-go too, with the sentence on stderr
-and the code that `python -m trainer` has for it, and so is Ctrl-C, with 130. Nothing is left behind.
+and the code that `python -m trainer` has for it, and so are Ctrl-C, with 130, and SIGTERM, with 143. Nothing is left
+behind.
 """
 
 import dataclasses
 import gc
 import json
 import logging
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -119,9 +121,9 @@ def main(argv: Sequence[str]) -> int:
     except TrainerError as error:
         sys.stderr.write(f"error: {error}\n")
         verdict, code = _no_go(str(error)), error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as asked:  # the latter is SIGTERM's handler's, with its code
         sys.stderr.write("stopped\n")
-        verdict, code = _no_go("stopped"), 130
+        verdict, code = _no_go("stopped"), getattr(asked, "code", 130)
     sys.stdout.write(json.dumps(verdict) + "\n")
     return 0 if verdict["go"] else code
 
@@ -137,4 +139,5 @@ def _read(path: Path) -> TrainConfig:
 if __name__ == "__main__":
     from trainer.__main__ import leave
 
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # an exit cleans up, a death does not
     leave(main(sys.argv[1:]))

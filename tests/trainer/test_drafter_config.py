@@ -1,6 +1,7 @@
 """A drafter's config.json is checked once, by what it is: evaluation and export say the same of it."""
 
 import json
+import reprlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from trainer.checkpoint import checkpoint_config, read_config
 from trainer.errors import CheckpointError
 
 LAYERS = "target_layer_ids must be ascending layers in 0..6, got "
+WINDOW = "sliding_window must be a whole number in 2..9223372036854775807, got "
 KINDS = "layer_types must be full_attention or sliding_attention for each of the 2 layers, got "
 
 
@@ -31,14 +33,24 @@ def written(folder: Path, config: object) -> Path:
             ({"mask_token_id": token}, f"mask_token_id must be a token id in 0..63, got {token}")
             for token in (64, -1, None, True)
         ),
-        *(({"block_size": size}, f"block_size must be a whole number of at least 2, got {size}") for size in (0, 1, 1.5, None)),
-        *(({"rope_theta": theta}, f"rope_theta must be a number above 0, got {theta}") for theta in (None, 0, float("nan"))),
+        *(
+            ({"block_size": size}, f"block_size must be a whole number in 2..64, got {size}")
+            for size in (0, 1, 1.5, None, 10**6)
+        ),
+        *(
+            ({"rope_theta": theta}, f"rope_theta must be a number above 0, at most 1e+30, got {reprlib.repr(theta)}")
+            for theta in (None, 0, float("nan"), float("inf"), 10**330)
+        ),
+        ({"intermediate_size": 10**15}, f"intermediate_size must be a whole number in 1..1048576, got {10**15}"),
         *(({"layer_types": kinds}, f"{KINDS}{kinds}") for kinds in (None, [], ["nope", "full_attention"], ["full_attention"])),
-        ({"num_hidden_layers": "1"}, "num_hidden_layers must be a whole number of at least 1, got '1'"),
-        ({"head_dim": None}, "head_dim must be a whole number of at least 2, got None"),
+        ({"num_hidden_layers": "1"}, "num_hidden_layers must be a whole number in 1..64, got '1'"),
+        ({"head_dim": None}, "head_dim must be a whole number in 2..1024, got None"),
         ({"head_dim": 15}, "head_dim must be even for rotary positions, got 15"),
         ({"num_attention_heads": 3}, "num_attention_heads must be a multiple of the 2 key and value heads, got 3"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window must be a whole number of at least 2, got None"),
+        *(
+            ({"layer_types": ["sliding_attention"] * 2, "sliding_window": window}, f"{WINDOW}{reprlib.repr(window)}")
+            for window in (None, 1, 10**30)
+        ),
         ({"dtype": 5}, "dtype must be the name of a type, got 5"),
     ],
 )

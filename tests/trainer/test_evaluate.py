@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +18,7 @@ from trainer.checkpoint import checkpoint_digest
 from trainer.decoding import Response, Round
 from trainer.errors import DataError
 from trainer.evaluate import by_position, ratio_interval, read_prompts
+from trainer.events import alone_in
 
 
 def arguments(trained: Any, prompts: Path, *more: str) -> list[str]:
@@ -71,6 +73,34 @@ def test_prompts_come_as_texts_records_and_chats_and_bf16_and_sampling_run_too(
     assert evaluate.main(arguments(trained, words, *sampled)) == 3
     assert "has an evaluation.json already; remove it or choose another --output" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == document
+
+
+def test_the_events_of_a_run_that_works_there_stay(
+    trained: Any, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "events.jsonl").write_text("of the training")
+    with alone_in(out):
+        assert evaluate.main(arguments(trained, words, "--output", str(out))) == 3
+    assert capsys.readouterr() == ("", f"error: {out}: another run works in this folder\n")
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("events.jsonl", "of the training")]
+    assert evaluate.main(arguments(trained, words, "--output", str(out))) == 0, "nobody works there any more"
+
+
+def test_of_two_evaluations_with_one_output_the_later_is_refused(
+    trained: Any, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, codes = arguments(trained, words, "--output", str(tmp_path / "out")), []
+
+    def meanwhile(*_: Any) -> dict[str, Any]:
+        codes.append(evaluate.main(given))
+        return {"by": "the first"}
+
+    monkeypatch.setattr(evaluate, "evaluate", meanwhile)
+    assert (evaluate.main(given), codes) == (0, [3])
+    assert capsys.readouterr().err == f"error: {tmp_path / 'out'}: another run works in this folder\n"
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == {"by": "the first"}
 
 
 @pytest.mark.parametrize(
@@ -165,6 +195,9 @@ def test_unusable_prompts_are_one_sentence(
     assert err.count("\n") == 1
 
 
+FLOATS = "norm.weight must be one of float64, float32, float16, bfloat16, got "
+
+
 def _remove(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -202,6 +235,12 @@ def _tensors(change: Any) -> Any:
         (_other_target, "made for another target: layers, width and vocabulary must be (4, 32, 64), got (30, 32, 64)"),
         (_tensors(lambda t: t.update({"fc.weight": t["norm.weight"].clone()})), "fc.weight must be [32, 64], got [32]"),
         (_tensors(lambda t: t.pop("norm.weight")), "norm.weight must be [32], got nothing"),
+        (_tensors(lambda t: t["norm.weight"].fill_(math.nan)), "norm.weight must hold finite numbers alone, got others"),
+        (_tensors(lambda t: t["fc.weight"][3].fill_(-math.inf)), "fc.weight must hold finite numbers alone, got others"),
+        *(
+            (_tensors(lambda t, kind=kind: t.update({"norm.weight": t["norm.weight"].to(kind)})), f"{FLOATS}{name}")
+            for kind, name in ((torch.bool, "bool"), (torch.int8, "int8"), (torch.complex64, "complex64"))
+        ),
         (_tensors(lambda t: t.update(other=t["norm.weight"].clone())), "holds tensors that no drafter has, such as other"),
     ],
 )
@@ -238,3 +277,29 @@ def test_shards_of_another_tokenizer_and_devices_that_are_not_here_are_refused(
     assert "was made with another vocabulary or chat template" in capsys.readouterr().err
     assert evaluate.main(arguments(trained, words, "--device", "cuda:7")) == 3
     assert "the device must be cpu or one of the 0 GPUs as cuda:N, got cuda:7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "sentence"),
+    [
+        ("--checkpoint", 1, "no checkpoint here: "),
+        ("--prompts", 3, " cannot be read: "),
+        ("--output", 3, " cannot be used: "),
+    ],
+)
+@pytest.mark.parametrize("name", ["x" * 300, "loop"])
+def test_a_path_that_leads_nowhere_is_one_sentence(
+    trained: Any,
+    words: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    code: int,
+    sentence: str,
+    name: str,
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert evaluate.main([*arguments(trained, words), option, str(tmp_path / name)]) == code
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert (err.startswith("error: "), err.count("\n")) == (True, 1)

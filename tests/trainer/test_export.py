@@ -153,6 +153,7 @@ def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(
     output = tmp_path / "out"
     given = ["--checkpoint", str(checkpoint), "--output", str(output)]
     (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "loop").symlink_to("loop")
     other = tmp_path / "target"
     other.mkdir()
     told = json.loads((trained.target / "config.json").read_text())
@@ -165,6 +166,13 @@ def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(
         ([*whole, "--target", str(other)], 1, "layers, width and vocabulary must be (5, 32, 64), got (4, 32, 64)"),
         ([*whole, "--evaluation", str(tmp_path / "other.json")], 3, "must be a document of `python -m trainer.evaluate`"),
         ([*whole, "--output", "/proc/x/out"], 1, "cannot be written"),
+        ([*whole, "--output", str(tmp_path / ("x" * 300))], 3, "cannot be used: [Errno 36] File name too long"),
+        ([*whole, "--checkpoint", str(tmp_path / ("x" * 300))], 1, "no checkpoint here: [Errno 36] File name too long"),
+        (
+            [*whole, "--checkpoint", str(tmp_path / "loop")],
+            1,
+            "no checkpoint here: [Errno 40] Too many levels of symbolic links",
+        ),
     ):
         assert export.main(arguments) == code
         err = capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What the card says of a run is what that run has told, however odd its files are."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from trainer import export
 from trainer.checkpoint import checkpoint_digest
+from trainer.events import utc
 
 
 def step(number: int, loss: float, acceptance: Any = 1.5) -> str:
@@ -52,6 +54,36 @@ def test_an_earlier_starts_checkpoint_has_its_own_recipe_and_numbers(
     assert export.main(given) == 3
     assert "--target is required: " in capsys.readouterr().err
     assert "## " not in card(run / "checkpoints.1" / "step-6", tmp_path / "bare", "--target", str(trained.target))
+
+
+def saved(checkpoint: Path, at: int) -> str:
+    """Two events of the start that saved it `at` so many seconds: its last step, and the checkpoint a second later."""
+    os.utime(checkpoint / "model.safetensors", (at, at))
+    number = int(checkpoint.name.removeprefix("step-"))
+    told = {"event": "checkpoint", "time": utc(at + 1), "step": number, "path": f"run/checkpoints/{checkpoint.name}"}
+    return f"{step(number, at / 1000)}\n{json.dumps(told)}\n"
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints.2"])
+def test_starts_that_a_typo_ended_do_not_part_a_checkpoint_from_its_events(trained: Any, tmp_path: Path, place: str) -> None:
+    run = run_folder(trained, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    checkpoint = (run / "checkpoints.1").rename(run / place) / "step-6"
+    for number, seed, at in ((1, 111, 100), (3, 333, 300), (4, 444, 400)):
+        config = json.loads((run / "config.json").read_text())
+        config["run"]["seed"] = seed
+        started = {"event": "started", "time": utc(at - 50), "config": config}
+        (run / f"events.{number}.jsonl").write_text(f"{json.dumps(started)}\n{saved(checkpoint, at)}")
+    for name in ("events.2.jsonl", "events.jsonl"):
+        (run / name).write_text('{"event": "failed", "error": "config.json is not JSON"}\n')
+    (run / "config.json").write_text("{")
+    for at in (100, 300):
+        saved(checkpoint, at)
+        text = card(checkpoint, tmp_path / f"of-{at}")
+        assert f'"seed": {at // 100 * 111}' in text
+        assert f"- training batches, step 6: loss {at / 1000:.3f}, " in text
+    saved(checkpoint, 320)  # a time at which nobody told of it: its start was killed, or it was copied
+    assert "## " not in card(checkpoint, tmp_path / "unknown", "--target", str(trained.target))
 
 
 def test_events_without_a_number_and_bytes_that_are_no_text_are_passed_over(trained: Any, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -171,6 +172,17 @@ def test_a_run_started_again_goes_on_from_its_own_earlier_checkpoint(tiny_run: A
 
 
 @pytest.mark.usefixtures("_handlers_restored")
+def test_of_starts_that_had_a_checkpoint_the_last_one_counts(
+    tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("checkpoints.2/step-4", "checkpoints.9/step-4", "checkpoints.10/step-4", "checkpoints.11/step-2"):
+        (tmp_path / place).mkdir(parents=True)
+    path = write_config(tmp_path, tiny_run.config(run={"resume": str(tmp_path / "checkpoints" / "step-4")}))
+    assert trainer.__main__.main([str(path)]) == 1
+    assert f"run.resume {tmp_path / 'checkpoints.10' / 'step-4'}: nothing to resume from" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_handlers_restored")
 def test_starts_that_die_before_they_save_do_not_lose_what_an_earlier_one_saved(tiny_run: Any, tmp_path: Path) -> None:
     def dies_in_save(number: int, run: dict[str, object]) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -215,13 +227,14 @@ def test_two_runs_do_not_work_in_one_folder(tiny_run: Any, tmp_path: Path, start
     process = start(["-m", "trainer", str(path)])
     until_step(tmp_path, 1)
     before = sorted(found.name for found in tmp_path.iterdir())
-    second = subprocess.run([sys.executable, "-m", "trainer", str(path)], capture_output=True, text=True, check=False)
+    again = functools.partial(subprocess.run, [sys.executable, "-m", "trainer", str(path)], capture_output=True, text=True)
+    second = again(timeout=ENDS_WITHIN_S, check=False)  # it would train for ever if it were not refused
     assert (second.returncode, second.stderr) == (3, f"error: {tmp_path}: another run works in this folder\n")
     assert sorted(found.name for found in tmp_path.iterdir()) == before
     process.popen.kill()
     process.popen.wait(ENDS_WITHIN_S)
     write_config(tmp_path, tiny_run.config())
-    assert subprocess.run([sys.executable, "-m", "trainer", str(path)], capture_output=True, check=False).returncode == 0
+    assert again(timeout=ENDS_WITHIN_S, check=False).returncode == 0
 
 
 def stop_in_call(number: int, original: Any, stop: Any) -> Any:
@@ -371,6 +384,16 @@ def test_a_configuration_that_cannot_be_read_and_a_wrong_call(tmp_path: Path, ca
     assert capsys.readouterr().err == "usage: python -m trainer CONFIG.json\n"
     assert trainer.__main__.main(["--help"]) == 0
     assert capsys.readouterr().out == "usage: python -m trainer CONFIG.json\n"
+
+
+@pytest.mark.usefixtures("_handlers_restored")
+def test_a_loop_of_links_is_nothing_to_resume_from(tiny_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    path = write_config(tmp_path, tiny_run.config(run={"resume": str(tmp_path / "loop")}))
+    assert trainer.__main__.main([str(path)]) == 1
+    err = capsys.readouterr().err
+    assert f"error: run.resume {tmp_path / 'loop'}: nothing to resume from" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("_handlers_restored")

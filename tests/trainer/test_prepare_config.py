@@ -12,6 +12,7 @@ from trainer import prepare
 from trainer.config import TrainConfig
 from trainer.dataset import open_shards
 from trainer.errors import ConfigError
+from trainer.events import alone_in
 from trainer.regenerate import Progress
 
 
@@ -106,6 +107,19 @@ def test_what_is_wrong_is_one_sentence_and_the_last_event(
     assert err == f"error: {events(tmp_path)[-1]['error']}\n"
     assert events(tmp_path)[-1]["event"] == "failed"
     assert not (tmp_path / "made/out").exists()
+
+
+def test_the_events_of_a_run_that_works_there_stay(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, config)
+    (tmp_path / "run/events.jsonl").write_text("of the training")
+    with alone_in(tmp_path / "run"):
+        assert prepare.main([path]) == 3
+    assert capsys.readouterr() == ("", f"error: {tmp_path / 'run'}: another run works in this folder\n")
+    assert (tmp_path / "run/events.jsonl").read_text() == "of the training"
+    assert not (tmp_path / "run/events.1.jsonl").exists()
+    assert prepare.main([path]) == 0, "nobody works there any more"
 
 
 def test_a_configuration_goes_with_no_option_and_without_one_three_are_needed(

@@ -9,7 +9,7 @@ from trainer.channel import Channel, EndOfChannel
 from trainer.config import TrainConfig
 from trainer.graphs import DeviceClock
 from trainer.model.draft import TargetInfo, resolve_draft
-from trainer.proof import Proof, draft_flop, target_flop, waits
+from trainer.proof import CEILING_FILE, Proof, draft_flop, target_flop, waits
 from trainer.wiring import wire
 
 QWEN3_8B = TargetInfo(
@@ -154,3 +154,26 @@ def test_rates_of_no_steps_are_not_known(monkeypatch):
     proof.close()
     assert (read["steps_per_s"], read["context_tokens_per_s"], read["draft_tokens_per_s"]) == (None, None, None)
     assert (read["gpus"]["cuda:0"]["tflops"], read["gpus"]["cuda:0"]["ceiling_share"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ('{"matmul_tflops": 8}', 0.5),
+        ("[]", None),
+        ("{}", None),
+        ("{", None),
+        ('{"matmul_tflops": null}', None),
+        ('{"matmul_tflops": 1%s}' % ("0" * 400), None),
+        ("[" * 100_000, None),
+    ],
+    ids=["good", "list", "empty", "half", "null", "huge", "deep"],
+)
+def test_a_damaged_ceiling_is_an_unknown_one(tmp_path, monkeypatch, text, share):
+    run = config(tmp_path, rows=1, row_tokens=64)
+    (tmp_path / CEILING_FILE).write_text(text)
+    monkeypatch.setattr("trainer.proof._allocations", lambda _: {"allocs": 0, "retries": 0, "reserved": 0, "peak": 0})
+    proof = Proof(run, wire(run, on_open=lambda: None), resolve_draft(run.draft, QWEN3_8B, 0), QWEN3_8B)
+    proof.close()
+    proof._memory = {"cpu": {"allocs": 0, "retries": 0}}
+    assert proof._gpu("cpu", dict.fromkeys(proof._wiring.facts, 4 / 3))["ceiling_share"] == share

@@ -13,18 +13,17 @@ from trainer.errors import NonFiniteError
 from trainer.smoke import main
 
 INTERRUPTED = """
-import os, signal, sys, threading
-import trainer.drafter, trainer.pipeline, trainer.smoke
-from trainer.__main__ import leave
+import os, runpy, signal, threading
+import trainer.drafter, trainer.pipeline
 
 def interrupted(*_, **__):
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGNAL)
     threading.Event().wait()
 
 trainer.pipeline.JOIN_S = 0.1
 owner = trainer.pipeline if "STAGE" == "load_target" else trainer.drafter
 owner.STAGE = interrupted
-leave(trainer.smoke.main(sys.argv[1:]))
+runpy.run_module("trainer.smoke", run_name="__main__")
 """
 
 
@@ -139,15 +138,18 @@ def test_nothing_is_saved(written, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["load_target", "blocks_loss"])
-def test_ctrl_c_is_130_and_still_a_document(tiny_run, tmp_path, stage):
-    path, driver = tmp_path / "config.json", tmp_path / "driver.py"
+@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_has_its_code_and_still_a_document_and_nothing_is_left(tiny_run, tmp_path, stage, signal, code):
+    path, driver, left = tmp_path / "config.json", tmp_path / "driver.py", tmp_path / "left"
     path.write_text(json.dumps(tiny_run.config()))
-    driver.write_text(INTERRUPTED.replace("STAGE", stage))
+    driver.write_text(INTERRUPTED.replace("STAGE", stage).replace("SIGNAL", signal))
+    left.mkdir()
     # a test run in the background of a script inherits an ignored SIGINT, and so would its children
-    command = ["env", "--default-signal=INT", sys.executable, str(driver), str(path)]
+    command = ["env", "--default-signal=INT", f"TMPDIR={left}", sys.executable, str(driver), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (130, "stopped\n")
+    assert (done.returncode, done.stderr) == (code, "stopped\n")
     assert json.loads(done.stdout) == {"schema": 1, "go": False, "reasons": ["stopped"]}
+    assert not list(left.iterdir())
 
 
 def test_a_wrong_call_is_2(capsys):
