@@ -108,6 +108,8 @@ def regenerated(
     Those without any answer are counted by reason.
     """
     known = _scan(journal, made_with, num_questions)
+    if not known:  # nothing was asked, so there is no journal
+        return
     with _sentences(journal), journal.open("rb") as file:
         for key in sorted(known):
             file.seek(known[key])

@@ -319,13 +319,15 @@ def test_a_line_that_cannot_be_decoded_is_named(
 
 
 @pytest.mark.parametrize(
-    ("records", "template", "text"),
+    ("records", "template", "text", "more"),
     [
-        (["{\n"], CHATML, "chats.jsonl:1: not JSON"),
-        ([chat("a", "b"), {"text": "x"}], CHATML, "chats.jsonl:2: needs a list `messages`"),
-        ([], CHATML, "no conversation is left to train on (none was given)"),
-        ([chat("a")], CHATML, "no conversation is left to train on (1 dropped: the assistant says nothing)"),
-        ([chat("a", "b")], None, "the target's tokenizer has no chat template"),
+        (["{\n"], CHATML, "chats.jsonl:1: not JSON", []),
+        ([chat("a", "b"), {"text": "x"}], CHATML, "chats.jsonl:2: needs a list `messages`", []),
+        ([], CHATML, "no conversation is left to train on (none was given)", []),
+        ([], CHATML, "no conversation is left to train on (none was given)", ["--regenerate"]),
+        ([chat("a")], CHATML, "no conversation is left to train on (1 dropped: the assistant says nothing)", []),
+        ([chat(" ")], CHATML, "no conversation is left to train on (1 dropped: a turn has no text)", ["--regenerate"]),
+        ([chat("a", "b")], None, "the target's tokenizer has no chat template", []),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(
@@ -335,10 +337,11 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     records: list[Any],
     template: str | None,
     text: str,
+    more: list[str],
 ) -> None:
     target = make_target(template)
     write_lines(tmp_path, records)
-    assert call(tmp_path, target) == 3
+    assert call(tmp_path, target, *more) == 3
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: ")
