@@ -120,11 +120,19 @@ def prepare(
     conversations that begin alike lie on one side. With `regeneration` the target, whose folder may be relative to `root`,
     writes the answers, and `tell` is called with each.
     """
-    if output.exists():
-        raise DataError(f"{output} exists already; remove it or choose another place")
+    try:
+        if output.exists():
+            raise DataError(f"{output} exists already; remove it or choose another place")
+    except OSError as error:  # of a folder that may not be entered, or a name that is too long
+        raise DataError(f"{output} cannot be written: {error}") from None
     tokenizer = load_tokenizer(target, root)
     if not tokenizer.chat_template:
         raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"{target.path}: the target's tokenizer must be a fast one, for it tells where in a text each token lies; "
+            f"got {type(tokenizer).__name__}"
+        )
     report = Report(output, max_tokens)
     if regeneration is None:
         chats = ((messages, "") for messages in conversations(inputs, report.dropped, report.left_out))

@@ -363,6 +363,30 @@ def test_a_missing_file_an_existing_output_and_a_missing_target_are_refused(
     assert "out exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_a_slow_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str) -> None:
+    tokenizer = transformers.ByT5Tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "target")
+    write_lines(tmp_path, [chat("a", "b")])
+    assert call(tmp_path, tmp_path / "target") == 3
+    err = capsys.readouterr().err
+    assert "the target's tokenizer must be a fast one, for it tells where in a text each token lies; got ByT5Tokenizer\n" in err
+
+
+@pytest.mark.parametrize(("option", "refusal"), [("input", "read"), ("output", "written"), ("target", "used")])
+def test_a_name_that_is_too_long_is_one_sentence(
+    make_target: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, refusal: str
+) -> None:
+    target = make_target()
+    write_lines(tmp_path, [chat("a", "b")])
+    name = str(tmp_path / ("x" * 300))
+    assert call(tmp_path, target, f"--{option}", name) == 3
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{name} cannot be {refusal}: [Errno 36] File name too long: " in err
+
+
 def test_cut_needs_an_answer_and_room_for_it() -> None:
     mask = np.array([0, 1, 1, 0, 0, 1, 1, 1, 0], dtype=bool)
     assert responses.cut(mask, 100) == (8, False)
