@@ -23,8 +23,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
-import shutil
 import signal
 import sys
 import threading
@@ -42,7 +40,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.answers import Answers, LocalAnswers, ServerAnswers
 from trainer.config import BatchConfig, PrepareConfig, TargetConfig, TrainConfig, is_url
 from trainer.conversations import Dropped, Messages, before_answer, conversations, questions
-from trainer.dataset import ShardWriter, Split
+from trainer.dataset import ShardWriter, Split, folder_that_appears_whole
 from trainer.decoding import TEMPERATURES, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
 from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog, free_number, set_aside
@@ -138,7 +136,7 @@ def prepare(
         chats = ((messages, "") for messages in conversations(inputs, report.dropped, report.left_out))
     else:
         chats = _answered(inputs, target, root, tokenizer, regeneration, report, tell)
-    with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
+    with folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
         for chat in chats:
             _add(writer, report, tokenizer, chat, held_out)
         if not report.documents["train"]:
@@ -263,20 +261,6 @@ def _fraction(messages: Messages) -> float:
     """0..1, evenly spread, by what stands before the first answer."""
     digest = hashlib.sha256(json.dumps(before_answer(messages), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-@contextlib.contextmanager
-def _folder_that_appears_whole(output: Path) -> Iterator[Path]:
-    """A new folder beside `output` that takes its name at the end, and is removed if anything fails."""
-    folder = output.parent / f".{output.name}.incoming-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-        folder.rename(output)
-    except OSError as error:
-        raise DataError(f"{output} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
