@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.answers import Answer, Answers
 from trainer.conversations import HALF, Messages, holds_half
-from trainer.errors import DataError
+from trainer.errors import DataError, sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +178,8 @@ def _scan(journal: Path, made_with: dict[str, Any], num_questions: int) -> dict[
                 end += len(line)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(
-                f"{journal} must hold answers of `python -m trainer.prepare`, line {number} does not ({error!r}); "
-                "remove that line, or the file to begin anew"
+                f"{journal} must hold answers of `python -m trainer.prepare`, line {number} does not ({sentence(error)}); "
+                + ("remove the file to begin anew" if number == 1 else "remove that line, or the file to begin anew")
             ) from None
         if end < os.fstat(file.fileno()).st_size:
             os.truncate(journal, end)

@@ -107,14 +107,14 @@ def test_a_journal_that_holds_half_a_character_already_costs_that_conversation(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda line: line.pop("messages"), "KeyError('messages')"),
-        (lambda line: line.update(messages=5), "TypeError("),
-        (lambda line: line.update(messages=["w1"]), "TypeError("),
-        (lambda line: line.update(messages=[{"role": "user", "content": None}]), "TypeError('a value is of the wrong type')"),
-        (lambda line: line.update(why_not=None), "TypeError('a value is of the wrong type')"),
-        (lambda line: line.update(index="1"), "TypeError('a value is of the wrong type')"),
-        (lambda line: line.update(index=2), "ValueError('index must be 0..1, got 2')"),
-        (lambda line: line.update(index=-1), "ValueError('index must be 0..1, got -1')"),
+        (lambda line: line.pop("messages"), "KeyError: 'messages')"),
+        (lambda line: line.update(messages=5), "TypeError: "),
+        (lambda line: line.update(messages=["w1"]), "TypeError: "),
+        (lambda line: line.update(messages=[{"role": "user", "content": None}]), "TypeError: a value is of the wrong type)"),
+        (lambda line: line.update(why_not=None), "TypeError: a value is of the wrong type)"),
+        (lambda line: line.update(index="1"), "TypeError: a value is of the wrong type)"),
+        (lambda line: line.update(index=2), "ValueError: index must be 0..1, got 2)"),
+        (lambda line: line.update(index=-1), "ValueError: index must be 0..1, got -1)"),
     ],
 )
 def test_a_journals_line_that_is_no_answer_is_named(
@@ -135,6 +135,22 @@ def test_a_journals_line_that_is_no_answer_is_named(
     )
     assert err.count("\n") == 1
     assert journal(tmp_path).read_text() == odd
+
+
+@pytest.mark.parametrize(
+    ("before", "mend"),
+    [([], "remove the file to begin anew"), (['{"made_with": {}}'], "remove that line, or the file to begin anew")],
+)
+@pytest.mark.parametrize("odd", ["\0" * 9998, "[]"])
+def test_what_is_odd_in_a_journal_is_told_briefly_and_the_advice_leaves_one_that_begins_right(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: list[str], mend: str, odd: str
+) -> None:
+    journal(tmp_path).write_text("\n".join([*before, odd, ""]))
+    assert call(tmp_path, target, "http://127.0.0.1:1/v1", ["w1"]) == 3
+    err = capsys.readouterr().err
+    assert f", line {1 + len(before)} does not (" in err
+    assert err.endswith(f"); {mend}\n")
+    assert len(err) < 300 + len(str(tmp_path))
 
 
 def test_a_journal_of_when_chats_with_useless_turns_were_dropped_is_refused(
