@@ -49,6 +49,8 @@ class Answer:
     why_not: str = ""
     """Why there is none, or, of a text that was broken off, why it does not end."""
     num_tokens: int = 0
+    cause: str = ""
+    """What a chat template said that refuses it."""
 
 
 class Answers(Protocol):
@@ -119,7 +121,7 @@ class LocalAnswers:
         try:
             text = rendered(self._tokenizer, messages, tokenize=False, add_generation_prompt=True)
         except Dropped as reason:
-            self._refused.append(Answer(key, None, str(reason)))
+            self._refused.append(Answer(key, None, str(reason), cause=str(reason.__cause__)))
             return
         prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if max(prompt, default=0) >= self._vocab_size:

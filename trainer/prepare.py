@@ -69,8 +69,15 @@ class Report:
     shortened: int = 0
     unfinished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    causes: dict[str, str] = field(default_factory=dict)
+    """What a chat template said of the first that was dropped for it, by reason."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Turns, each kind once a conversation."""
+
+    def told(self, reason: str) -> str:
+        """The reason with its first cause, on one line."""
+        cause = self.causes.get(reason)
+        return " ".join(f"{reason}: {cause}".split()) if cause else reason
 
     def __str__(self) -> str:
         """A few lines for people."""
@@ -140,7 +147,7 @@ def prepare(
         for chat in chats:
             _add(writer, report, tokenizer, chat, held_out)
         if not report.documents["train"]:
-            reasons = [f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3)]
+            reasons = [f"{count} dropped: {report.told(reason)}" for reason, count in report.dropped.most_common(3)]
             if report.documents["held_out"]:
                 reasons.insert(
                     0, f"all {report.documents['held_out']} that could be are held out, for the share is {held_out:g}"
@@ -188,7 +195,7 @@ def _answered(
     journal = report.output.with_name(f"{report.output.name}.regenerated.jsonl")
     somebody = functools.partial(_somebody, target, root, tokenizer, settings, report.max_tokens)
     regenerate(asked, somebody, journal, made_with, tell)
-    return regenerated(journal, made_with, len(asked), report.dropped)
+    return regenerated(journal, made_with, len(asked), report.dropped, report.causes)
 
 
 def _file_digest(path: Path) -> str:
@@ -247,6 +254,8 @@ def _add(
             raise Dropped("its answers are single tokens")
     except Dropped as reason:
         report.dropped[str(reason)] += 1
+        if reason.__cause__:
+            report.causes.setdefault(str(reason), str(reason.__cause__))
         return
     split: Split = "held_out" if _fraction(messages) < held_out else "train"
     writer.append(split, tokens, loss_mask)

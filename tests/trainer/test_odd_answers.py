@@ -188,8 +188,10 @@ def test_a_reply_that_is_nested_too_deeply_is_one_sentence(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ messages[0].content + 5 }}"])
-def test_a_template_that_fails_refuses_the_question(target: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "cause"), [("{{ 1 // 0 }}", "integer division"), ("{{ messages[0].content + 5 }}", "can only concatenate")]
+)
+def test_a_template_that_fails_refuses_the_question(target: Path, template: str, cause: str) -> None:
     model = load_causal_lm(TargetConfig(path=str(target), dtype="float32"), Path(), torch.device("cpu"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     tokenizer.chat_template = template
@@ -198,3 +200,17 @@ def test_a_template_that_fails_refuses_the_question(target: Path, template: str)
     answers.submit(4, [{"role": "user", "content": "w1"}])
     (answer,) = answers.collect()
     assert (answer.key, answer.text, answer.why_not) == (4, None, "the chat template refuses it")
+    assert answer.cause.startswith(cause)
+
+
+def test_the_cause_of_a_template_that_refuses_all_questions_is_told_of_a_later_start_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.make_with_template(tmp_path)
+    (target / "chat_template.jinja").write_text("{{ raise_exception('no ' ~ messages[0].content) }}")
+    (tmp_path / "chats.jsonl").write_text('"w1"\n"w2"\n')
+    given = ["--input", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "out"), "--target", str(target)]
+    for _ in range(2):
+        assert prepare.main([*given, "--regenerate", "--dtype", "float32"]) == 3
+        err = capsys.readouterr().err
+        assert err.endswith("no conversation is left to train on (2 dropped: the chat template refuses it: no w1)\n")
