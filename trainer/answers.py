@@ -49,6 +49,8 @@ class Answer:
     why_not: str = ""
     """Why there is none, or, of a text that was broken off, why it does not end."""
     num_tokens: int = 0
+    cause: str = ""
+    """What a chat template said that refuses it."""
 
 
 class Answers(Protocol):
@@ -59,7 +61,7 @@ class Answers(Protocol):
         """Questions that can be submitted now."""
 
     def submit(self, key: int, messages: Messages) -> None:
-        """Ask for the answer to `messages`, which end with the user's."""
+        """Ask for the answer to `messages`, which end with the user's. Raises DataError for what cannot be asked of anybody."""
 
     def collect(self) -> list[Answer]:
         """Wait until something is finished. Raises DataError if nothing can be any more."""
@@ -100,6 +102,7 @@ class LocalAnswers:
         self._device = device = model.device
         self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._vocab_size = len(model.get_input_embeddings().weight)
         head = model.get_output_embeddings().weight
         self._logits = torch.zeros((num_rows, len(head)), dtype=head.dtype, device=device)
         self._steps: dict[int, Callable[[], None]] = {}
@@ -114,15 +117,22 @@ class LocalAnswers:
         return self._rows.count(None) - len(self._waiting)
 
     def submit(self, key: int, messages: Messages) -> None:
-        """Take a row."""
+        """Take a row; raises DataError for a token that the model does not know, for the tokenizer is another model's then."""
         try:
             text = rendered(self._tokenizer, messages, tokenize=False, add_generation_prompt=True)
         except Dropped as reason:
-            self._refused.append(Answer(key, None, str(reason)))
+            self._refused.append(Answer(key, None, str(reason), cause=str(reason.__cause__)))
             return
         prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if max(prompt, default=0) >= self._vocab_size:
+            raise DataError(
+                f"question {key + 1} holds token id {max(prompt)}, the target's vocabulary has {self._vocab_size}; "
+                "its tokenizer must be its own"
+            )
         room = self._max_tokens - len(prompt)
-        if room <= 0:
+        if not prompt:
+            self._refused.append(Answer(key, None, "its prompt has no token"))
+        elif room <= 0:
             self._refused.append(Answer(key, None, f"its prompt leaves no room within {self._max_tokens} tokens"))
         else:
             self._waiting.append(_Row(key, prompt, min(room, self._max_new_tokens)))

@@ -10,9 +10,13 @@ noticed. One module writes and reads
 the format. Only the BatchPrefetcher reads documents while a run is on.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +83,7 @@ def open_shards(path: Path, split: Split) -> Shards:
     except (KeyError, TypeError) as error:
         raise DataError(f"{path / 'meta.json'} does not say what is in {split} ({error}); prepare the data again") from None
     folder = path / split
-    if not num_documents:
+    if num_documents < 1 or num_tokens < 1:
         raise DataError(f"{folder}: the data set is empty; run `python -m trainer.prepare` on more conversations")
     sizes = {"tokens": num_tokens, "offsets": num_documents + 1, "loss_mask": num_tokens}
     arrays = {name: _map(folder / f"{name}.bin", kind, sizes[name], checksums[name]) for name, kind in _FILES.items()}
@@ -184,6 +188,45 @@ class _SplitFiles:
         data = values.astype(_FILES[name]).tobytes()
         self._files[name].write(data)
         self._hashes[name].update(data)
+
+
+@contextlib.contextmanager
+def folder_that_appears_whole(output: Path) -> Iterator[Path]:
+    """A new folder beside `output` that takes its name at the end, and is removed if anything fails; raises DataError.
+
+    Those that killed processes have left are removed. A lock tells them from one that is being written, because a process's
+    number may be another's in another container, or a later start's.
+    """
+    prefix = f".{output.name}.incoming-"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        for left in [path for path in output.parent.iterdir() if path.name.startswith(prefix)]:
+            with _locked(left, output):
+                shutil.rmtree(left, ignore_errors=True)
+        folder = output.parent / f"{prefix}{os.getpid()}"
+        folder.mkdir()
+        with _locked(folder, output):
+            try:
+                yield folder
+                folder.rename(output)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error}") from None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, output: Path) -> Iterator[None]:
+    """Hold `folder`, until this process dies at the latest; raises DataError if another one does, OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{output} is being written by another `python -m trainer.prepare`; wait for it to end") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

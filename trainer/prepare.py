@@ -23,8 +23,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
-import shutil
 import signal
 import sys
 import threading
@@ -42,7 +40,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.answers import Answers, LocalAnswers, ServerAnswers
 from trainer.config import BatchConfig, PrepareConfig, TargetConfig, TrainConfig, is_url
 from trainer.conversations import Dropped, Messages, before_answer, conversations, questions
-from trainer.dataset import ShardWriter, Split
+from trainer.dataset import ShardWriter, Split, folder_that_appears_whole
 from trainer.decoding import TEMPERATURES, Sampling, is_temperature, stop_token_ids, usable_device
 from trainer.errors import ConfigError, DataError, TrainerError, sentence
 from trainer.events import FAILED, FINISHED, HEARTBEAT, PROGRESS, STARTED, EventLog, alone_in, free_number, set_aside
@@ -71,8 +69,15 @@ class Report:
     shortened: int = 0
     unfinished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    causes: dict[str, str] = field(default_factory=dict)
+    """What a chat template said of the first that was dropped for it, by reason."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Turns, each kind once a conversation."""
+
+    def told(self, reason: str) -> str:
+        """The reason with its first cause, on one line."""
+        cause = self.causes.get(reason)
+        return " ".join(f"{reason}: {cause}".split()) if cause else reason
 
     def __str__(self) -> str:
         """A few lines for people."""
@@ -120,21 +125,29 @@ def prepare(
     conversations that begin alike lie on one side. With `regeneration` the target, whose folder may be relative to `root`,
     writes the answers, and `tell` is called with each.
     """
-    if output.exists():
-        raise DataError(f"{output} exists already; remove it or choose another place")
+    try:
+        if output.exists():
+            raise DataError(f"{output} exists already; remove it or choose another place")
+    except OSError as error:  # of a folder that may not be entered, or a name that is too long
+        raise DataError(f"{output} cannot be written: {error}") from None
     tokenizer = load_tokenizer(target, root)
     if not tokenizer.chat_template:
         raise DataError(f"{target.path}: the target's tokenizer has no chat template, so answers cannot be told from prompts")
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"{target.path}: the target's tokenizer must be a fast one, for it tells where in a text each token lies; "
+            f"got {type(tokenizer).__name__}"
+        )
     report = Report(output, max_tokens)
     if regeneration is None:
         chats = ((messages, "") for messages in conversations(inputs, report.dropped, report.left_out))
     else:
         chats = _answered(inputs, target, root, tokenizer, regeneration, report, tell)
-    with _folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
+    with folder_that_appears_whole(output) as folder, ShardWriter(folder) as writer:
         for chat in chats:
             _add(writer, report, tokenizer, chat, held_out)
         if not report.documents["train"]:
-            reasons = [f"{count} dropped: {reason}" for reason, count in report.dropped.most_common(3)]
+            reasons = [f"{count} dropped: {report.told(reason)}" for reason, count in report.dropped.most_common(3)]
             if report.documents["held_out"]:
                 reasons.insert(
                     0, f"all {report.documents['held_out']} that could be are held out, for the share is {held_out:g}"
@@ -182,7 +195,7 @@ def _answered(
     journal = report.output.with_name(f"{report.output.name}.regenerated.jsonl")
     somebody = functools.partial(_somebody, target, root, tokenizer, settings, report.max_tokens)
     regenerate(asked, somebody, journal, made_with, tell)
-    return regenerated(journal, made_with, len(asked), report.dropped)
+    return regenerated(journal, made_with, len(asked), report.dropped, report.causes)
 
 
 def _file_digest(path: Path) -> str:
@@ -241,6 +254,8 @@ def _add(
             raise Dropped("its answers are single tokens")
     except Dropped as reason:
         report.dropped[str(reason)] += 1
+        if reason.__cause__:
+            report.causes.setdefault(str(reason), str(reason.__cause__))
         return
     split: Split = "held_out" if _fraction(messages) < held_out else "train"
     writer.append(split, tokens, loss_mask)
@@ -255,20 +270,6 @@ def _fraction(messages: Messages) -> float:
     """0..1, evenly spread, by what stands before the first answer."""
     digest = hashlib.sha256(json.dumps(before_answer(messages), sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-@contextlib.contextmanager
-def _folder_that_appears_whole(output: Path) -> Iterator[Path]:
-    """A new folder beside `output` that takes its name at the end, and is removed if anything fails."""
-    folder = output.parent / f".{output.name}.incoming-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-        folder.rename(output)
-    except OSError as error:
-        raise DataError(f"{output} cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

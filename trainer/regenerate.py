@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.answers import Answer, Answers
 from trainer.conversations import HALF, Messages, holds_half
-from trainer.errors import DataError
+from trainer.errors import DataError, sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +101,15 @@ def regenerate(
 
 
 def regenerated(
-    journal: Path, made_with: dict[str, Any], num_questions: int, dropped: Counter[str]
+    journal: Path, made_with: dict[str, Any], num_questions: int, dropped: Counter[str], causes: dict[str, str]
 ) -> Iterator[tuple[Messages, str]]:
     """The conversations of a journal in the order of its questions, each with how the answer that does not end begins, or "".
 
-    Those without any answer are counted by reason.
+    Those without any answer are counted by reason; `causes` takes the first cause of a reason that has one.
     """
     known = _scan(journal, made_with, num_questions)
+    if not known:  # nothing was asked, so there is no journal
+        return
     with _sentences(journal), journal.open("rb") as file:
         for key in sorted(known):
             file.seek(known[key])
@@ -118,6 +120,8 @@ def regenerated(
                 yield line["messages"], line.get("unfinished", "")
             else:
                 dropped[line["why_not"]] += 1
+                if line.get("cause"):
+                    causes.setdefault(line["why_not"], line["cause"])
 
 
 @contextlib.contextmanager
@@ -152,6 +156,8 @@ def _ask_next(chat: Messages, questions: Messages) -> None:
 def _line(answer: Answer, chat: Messages) -> dict[str, Any]:
     """A conversation up to its last answer, or to the question before one that does not end, and what ended it early."""
     told = {"index": answer.key, "messages": chat, "why_not": answer.why_not}
+    if answer.cause:
+        told |= {"cause": answer.cause}
     if answer.text is not None and answer.why_not:
         return told | {"unfinished": answer.text}
     while chat and chat[-1]["role"] != "assistant":
@@ -176,8 +182,8 @@ def _scan(journal: Path, made_with: dict[str, Any], num_questions: int) -> dict[
                 end += len(line)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise DataError(
-                f"{journal} must hold answers of `python -m trainer.prepare`, line {number} does not ({error!r}); "
-                "remove that line, or the file to begin anew"
+                f"{journal} must hold answers of `python -m trainer.prepare`, line {number} does not ({sentence(error)}); "
+                + ("remove the file to begin anew" if number == 1 else "remove that line, or the file to begin anew")
             ) from None
         if end < os.fstat(file.fileno()).st_size:
             os.truncate(journal, end)
@@ -193,7 +199,7 @@ def _scan(journal: Path, made_with: dict[str, Any], num_questions: int) -> dict[
 
 def _check_line(told: Any, num_questions: int) -> None:
     """Raises LookupError, TypeError or ValueError for what `_line` would not have made of one of so many questions."""
-    texts = [told["why_not"], told.get("unfinished", "")]
+    texts = [told["why_not"], told.get("unfinished", ""), told.get("cause", "")]
     texts += [message[key] for message in told["messages"] for key in ("role", "content")]
     if type(told["index"]) is not int or not all(isinstance(text, str) for text in texts):
         raise TypeError("a value is of the wrong type")

@@ -1,12 +1,14 @@
 import hashlib
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer.dataset import Shards, ShardWriter, check_fits, open_shards
+from trainer.dataset import Shards, ShardWriter, check_fits, folder_that_appears_whole, open_shards
 from trainer.errors import DataError
 
 DOCUMENTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
@@ -47,6 +49,37 @@ def test_what_is_written_is_read_back(folder: Path) -> None:
 def test_an_empty_split_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="held_out: the data set is empty"):
         open_shards(folder, "held_out")
+
+
+@pytest.mark.parametrize("count", ["documents", "tokens"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_split_without_documents_or_tokens_is_refused(folder: Path, count: str, value: int) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    counts = meta["splits"]["train"]
+    counts[count] = value
+    sizes = {"tokens": counts["tokens"], "offsets": counts["documents"] + 1, "loss_mask": counts["tokens"]}
+    for name, size in sizes.items():  # as large as they are told to be, and their checksums are right
+        data = bytes(max(size, 0) * {"tokens": 4, "offsets": 8, "loss_mask": 1}[name])
+        (folder / "train" / f"{name}.bin").write_bytes(data)
+        counts["sha256"][name] = hashlib.sha256(data).hexdigest()
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="train: the data set is empty"):
+        open_shards(folder, "train")
+
+
+def test_what_killed_processes_have_left_is_removed_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    dead = subprocess.run(["sh", "-c", "echo $$"], stdout=subprocess.PIPE, check=True).stdout.decode().strip()
+    for number in (dead, os.getpid()):
+        (tmp_path / f".out.incoming-{number}" / "train").mkdir(parents=True)
+    with folder_that_appears_whole(output) as folder:
+        (folder / "meta.json").touch()
+        assert list(tmp_path.iterdir()) == [folder]
+        refusal = rf"{output} is being written by another `python -m trainer\.prepare`"
+        with pytest.raises(DataError, match=refusal), folder_that_appears_whole(output):
+            pass
+        assert (folder / "meta.json").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "meta.json"]
 
 
 @pytest.mark.parametrize(

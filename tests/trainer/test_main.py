@@ -415,3 +415,22 @@ def test_a_signal_while_loading_stops_the_run(
     assert [event["event"] for event in events_of(tmp_path)] == ["started", "failed"]
     release.set()
     loading[0].join(ENDS_WITHIN_S)
+
+
+@pytest.mark.parametrize("module", ["prepare", "evaluate", "export", "smoke"])
+def test_ctrl_c_while_a_command_imports_torch_is_one_word(tmp_path: Path, module: str) -> None:
+    slow = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    for name in ("numpy", "torch"):
+        (tmp_path / f"{name}.py").write_text(slow)
+    # a test run in the background of a script inherits an ignored SIGINT, and so would its children
+    command = ["env", "--default-signal=INT", sys.executable, "-m", f"trainer.{module}"]
+    paths = os.pathsep.join([str(tmp_path), str(Path(trainer.__file__).parents[1])])
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=ENDS_WITHIN_S, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_who_imports_the_package_keeps_its_own_hook() -> None:
+    told = "import sys, trainer.config; sys.exit(sys.excepthook is not sys.__excepthook__)"
+    assert subprocess.run([sys.executable, "-c", told], timeout=ENDS_WITHIN_S, check=False).returncode == 0

@@ -107,14 +107,14 @@ def test_a_journal_that_holds_half_a_character_already_costs_that_conversation(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda line: line.pop("messages"), "KeyError('messages')"),
-        (lambda line: line.update(messages=5), "TypeError("),
-        (lambda line: line.update(messages=["w1"]), "TypeError("),
-        (lambda line: line.update(messages=[{"role": "user", "content": None}]), "TypeError('a value is of the wrong type')"),
-        (lambda line: line.update(why_not=None), "TypeError('a value is of the wrong type')"),
-        (lambda line: line.update(index="1"), "TypeError('a value is of the wrong type')"),
-        (lambda line: line.update(index=2), "ValueError('index must be 0..1, got 2')"),
-        (lambda line: line.update(index=-1), "ValueError('index must be 0..1, got -1')"),
+        (lambda line: line.pop("messages"), "KeyError: 'messages')"),
+        (lambda line: line.update(messages=5), "TypeError: "),
+        (lambda line: line.update(messages=["w1"]), "TypeError: "),
+        (lambda line: line.update(messages=[{"role": "user", "content": None}]), "TypeError: a value is of the wrong type)"),
+        (lambda line: line.update(why_not=None), "TypeError: a value is of the wrong type)"),
+        (lambda line: line.update(index="1"), "TypeError: a value is of the wrong type)"),
+        (lambda line: line.update(index=2), "ValueError: index must be 0..1, got 2)"),
+        (lambda line: line.update(index=-1), "ValueError: index must be 0..1, got -1)"),
     ],
 )
 def test_a_journals_line_that_is_no_answer_is_named(
@@ -135,6 +135,22 @@ def test_a_journals_line_that_is_no_answer_is_named(
     )
     assert err.count("\n") == 1
     assert journal(tmp_path).read_text() == odd
+
+
+@pytest.mark.parametrize(
+    ("before", "mend"),
+    [([], "remove the file to begin anew"), (['{"made_with": {}}'], "remove that line, or the file to begin anew")],
+)
+@pytest.mark.parametrize("odd", ["\0" * 9998, "[]"])
+def test_what_is_odd_in_a_journal_is_told_briefly_and_the_advice_leaves_one_that_begins_right(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: list[str], mend: str, odd: str
+) -> None:
+    journal(tmp_path).write_text("\n".join([*before, odd, ""]))
+    assert call(tmp_path, target, "http://127.0.0.1:1/v1", ["w1"]) == 3
+    err = capsys.readouterr().err
+    assert f", line {1 + len(before)} does not (" in err
+    assert err.endswith(f"); {mend}\n")
+    assert len(err) < 300 + len(str(tmp_path))
 
 
 def test_a_journal_of_when_chats_with_useless_turns_were_dropped_is_refused(
@@ -172,8 +188,10 @@ def test_a_reply_that_is_nested_too_deeply_is_one_sentence(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ messages[0].content + 5 }}"])
-def test_a_template_that_fails_refuses_the_question(target: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "cause"), [("{{ 1 // 0 }}", "integer division"), ("{{ messages[0].content + 5 }}", "can only concatenate")]
+)
+def test_a_template_that_fails_refuses_the_question(target: Path, template: str, cause: str) -> None:
     model = load_causal_lm(TargetConfig(path=str(target), dtype="float32"), Path(), torch.device("cpu"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     tokenizer.chat_template = template
@@ -182,3 +200,17 @@ def test_a_template_that_fails_refuses_the_question(target: Path, template: str)
     answers.submit(4, [{"role": "user", "content": "w1"}])
     (answer,) = answers.collect()
     assert (answer.key, answer.text, answer.why_not) == (4, None, "the chat template refuses it")
+    assert answer.cause.startswith(cause)
+
+
+def test_the_cause_of_a_template_that_refuses_all_questions_is_told_of_a_later_start_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.make_with_template(tmp_path)
+    (target / "chat_template.jinja").write_text("{{ raise_exception('no ' ~ messages[0].content) }}")
+    (tmp_path / "chats.jsonl").write_text('"w1"\n"w2"\n')
+    given = ["--input", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "out"), "--target", str(target)]
+    for _ in range(2):
+        assert prepare.main([*given, "--regenerate", "--dtype", "float32"]) == 3
+        err = capsys.readouterr().err
+        assert err.endswith("no conversation is left to train on (2 dropped: the chat template refuses it: no w1)\n")

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from trainer.batch import NO_DOCUMENT, Batch
 from trainer.config import TrainConfig
 from trainer.dataset import Shards, ShardWriter, open_shards
-from trainer.packing import batches, blank_batch, pack, packing_waste
+from trainer.packing import add_noise, batches, blank_batch, pack, packing_waste
 
 NUM_DOCUMENTS = 23
 
@@ -164,3 +165,31 @@ def test_a_blank_batch_has_no_document_and_no_anchor() -> None:
     assert tuple(batch.tokens.shape) == (3, 20)
     assert (batch.doc_ids == NO_DOCUMENT).all()
     assert not batch.anchor_valid.any()
+
+
+def noise(seed: int, index: int, row: int) -> Tensor:
+    """What is added to the features of a row, of deviation 0.5."""
+    settings = config(seed=seed)
+    settings.draft.feature_noise = 0.5
+    features = torch.zeros(200, 500)
+    add_noise(features, settings, index, row)
+    return features
+
+
+def test_noise_is_uniform_has_the_deviation_asked_for_and_is_added() -> None:
+    found, most = noise(0, 0, 0), 0.5 * 3**0.5
+    assert found.mean().item() == pytest.approx(0, abs=0.01)
+    assert found.std().item() == pytest.approx(0.5, rel=0.01)
+    assert (found.min().item(), found.max().item()) == pytest.approx((-most, most), rel=0.001)
+    quarters = torch.histc(found, 4, -most, most) / found.numel()
+    assert quarters.tolist() == pytest.approx([0.25] * 4, rel=0.03)
+    settings, features = config(), torch.full((2, 3), 7.0)
+    settings.draft.feature_noise = 1e-3
+    add_noise(features, settings, 0, 0)
+    assert (features - 7).abs().max() <= 2e-3
+
+
+def test_noise_is_each_seeds_batchs_and_rows_own_and_every_time_the_same() -> None:
+    places = list(itertools.product((0, 1), (0, 1), (0, 1)))
+    assert all(torch.equal(noise(*place), noise(*place)) for place in places)
+    assert not any(torch.equal(noise(*one), noise(*two)) for one, two in itertools.combinations(places, 2))

@@ -317,8 +317,11 @@ def test_held_out_batches_are_looked_at_and_teach_nothing(tiny_run: Any, tmp_pat
     assert looks[0]["blocks"] == looks[2]["blocks"] > 0
 
 
-def test_a_look_measures_the_drafter_as_it_is(tiny_run: Any, tmp_path: Path) -> None:
-    sections = {"optim": {"lr": 1e-12}, "run": {"steps": 1, "validate_every": 1, "validate_batches": 2}}
+@pytest.mark.parametrize("feature_noise", [0.0, 2.0])
+def test_a_look_measures_the_drafter_as_it_is(tiny_run: Any, tmp_path: Path, feature_noise: float) -> None:
+    """Without any noise, however much training adds."""
+    looks = {"steps": 1, "validate_every": 1, "validate_batches": 2}
+    sections = {"optim": {"lr": 1e-12}, "draft": {"feature_noise": feature_noise}, "run": looks}
     run(tiny_run.config(**sections), tmp_path)
     config = TrainConfig.from_dict(tiny_run.config(**sections))
     target = load_target(config.target, tiny_run.root, torch.device("cpu"), config.draft)

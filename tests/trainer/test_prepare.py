@@ -319,13 +319,15 @@ def test_a_line_that_cannot_be_decoded_is_named(
 
 
 @pytest.mark.parametrize(
-    ("records", "template", "text"),
+    ("records", "template", "text", "more"),
     [
-        (["{\n"], CHATML, "chats.jsonl:1: not JSON"),
-        ([chat("a", "b"), {"text": "x"}], CHATML, "chats.jsonl:2: needs a list `messages`"),
-        ([], CHATML, "no conversation is left to train on (none was given)"),
-        ([chat("a")], CHATML, "no conversation is left to train on (1 dropped: the assistant says nothing)"),
-        ([chat("a", "b")], None, "the target's tokenizer has no chat template"),
+        (["{\n"], CHATML, "chats.jsonl:1: not JSON", []),
+        ([chat("a", "b"), {"text": "x"}], CHATML, "chats.jsonl:2: needs a list `messages`", []),
+        ([], CHATML, "no conversation is left to train on (none was given)", []),
+        ([], CHATML, "no conversation is left to train on (none was given)", ["--regenerate"]),
+        ([chat("a")], CHATML, "no conversation is left to train on (1 dropped: the assistant says nothing)", []),
+        ([chat(" ")], CHATML, "no conversation is left to train on (1 dropped: a turn has no text)", ["--regenerate"]),
+        ([chat("a", "b")], None, "the target's tokenizer has no chat template", []),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(
@@ -335,10 +337,11 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     records: list[Any],
     template: str | None,
     text: str,
+    more: list[str],
 ) -> None:
     target = make_target(template)
     write_lines(tmp_path, records)
-    assert call(tmp_path, target) == 3
+    assert call(tmp_path, target, *more) == 3
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("error: ")
@@ -358,6 +361,30 @@ def test_a_missing_file_an_existing_output_and_a_missing_target_are_refused(
     (tmp_path / "out").mkdir()
     assert call(tmp_path, target) == 3
     assert "out exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_a_slow_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str) -> None:
+    tokenizer = transformers.ByT5Tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "target")
+    write_lines(tmp_path, [chat("a", "b")])
+    assert call(tmp_path, tmp_path / "target") == 3
+    err = capsys.readouterr().err
+    assert "the target's tokenizer must be a fast one, for it tells where in a text each token lies; got ByT5Tokenizer\n" in err
+
+
+@pytest.mark.parametrize(("option", "refusal"), [("input", "read"), ("output", "written"), ("target", "used")])
+def test_a_name_that_is_too_long_is_one_sentence(
+    make_target: Callable[[], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, refusal: str
+) -> None:
+    target = make_target()
+    write_lines(tmp_path, [chat("a", "b")])
+    name = str(tmp_path / ("x" * 300))
+    assert call(tmp_path, target, f"--{option}", name) == 3
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{name} cannot be {refusal}: [Errno 36] File name too long: " in err
 
 
 def test_cut_needs_an_answer_and_room_for_it() -> None:

@@ -49,15 +49,22 @@ def chats(folder: Path, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ 1 // 0 }}", "{{ messages[0].content + 5 }}", "{% generation %}{{ 1 // 0 }}{% endgeneration %}"]
+    ("template", "cause"),
+    [
+        ("{{ 1 // 0 }}", "integer division or modulo by zero"),
+        ("{{ messages[0].content + 5 }}", 'can only concatenate str (not "int") to str'),
+        ("{% generation %}{{ 1 // 0 }}{% endgeneration %}", "integer division or modulo by zero"),
+        ("{% for m in messages %}\n{{ m.content }", "unexpected '}'"),
+        ("{{ raise_exception(messages[0].content) }}", "hello"),
+    ],
 )
 def test_a_template_that_fails_drops_the_conversation(
-    make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str
+    make_target: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, cause: str
 ) -> None:
     target = make_target(template)
     assert prepare.main(chats(tmp_path, 2)) == 3
     err = capsys.readouterr().err
-    assert err.endswith("no conversation is left to train on (2 dropped: the chat template refuses it)\n")
+    assert err.endswith(f"no conversation is left to train on (2 dropped: the chat template refuses it: {cause})\n")
     assert err.count("\n") == 1
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     with pytest.raises(DataError, match=r"prompt 1: the target's chat template refuses it: [a-z]"):

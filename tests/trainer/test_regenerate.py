@@ -193,7 +193,24 @@ def test_a_prompt_without_room_and_a_template_that_refuses_are_no_questions(targ
     answers.submit(4, [{"role": "user", "content": "w1"}])
     (answer,) = answers.collect()
     assert (answer.key, answer.why_not) == (4, "the chat template refuses it")
+    tokenizer.chat_template = "{{ '' }}"
+    answers.submit(5, [{"role": "user", "content": "w1"}])
+    (answer,) = answers.collect()
+    assert (answer.key, answer.why_not) == (5, "its prompt has no token")
     assert answers.num_free == 2
+
+
+def test_a_token_that_the_target_does_not_know_is_one_sentence(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny.make_with_template(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    tokenizer.add_tokens([f"v{i}" for i in range(8)])  # ids 60..67 of 64 rows
+    tokenizer.save_pretrained(target)
+    chats.write_text('"w1 v3"\n"w1 v4"\n')
+    assert call(chats, target) == 3
+    assert capsys.readouterr().err.startswith("error: question 2 holds token id 64, the target's vocabulary has 64")
+    assert not list(tmp_path.glob("*out*"))
 
 
 def ask_all(answers: LocalAnswers, questions: list[str]) -> dict[int, str | None]:

@@ -180,6 +180,9 @@ def test_what_cannot_be_loaded_is_one_sentence(tmp_path):
         load_target(TargetConfig(path="no-such"), tmp_path, CPU, DRAFT)
     with pytest.raises(TargetError, match=r"target.gguf_file must be a file in .*, got 'x.gguf'"):
         _load(tmp_path, gguf_file="x.gguf")
+    for path, more in ((tmp_path / ("x" * 300), {}), (tmp_path, {"gguf_file": "x" * 300})):
+        with pytest.raises(TargetError, match=rf"^target.path {path} cannot be used: \[Errno 36\] File name too long: [^\n]+$"):
+            _load(path, **more)
     with pytest.raises(TargetError, match=r"^target.path .* cannot be loaded: [^\n]*config.json[^\n]*$"):
         _load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))

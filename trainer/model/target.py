@@ -173,12 +173,15 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def resolve_source(config: TargetConfig, root: Path) -> str:
     """The folder of the target, or a hub id as it stands; raises TargetError for neither."""
     folder = root / config.path
-    if folder.is_dir():
-        if config.gguf_file and not (folder / config.gguf_file).is_file():
-            raise TargetError(f"target.gguf_file must be a file in {folder}, got '{config.gguf_file}'")
-        return str(folder)
-    if (root / config.path.split("/")[0]).is_dir():  # a mistyped folder: a hub would be asked for it for a minute
-        raise TargetError(f"target.path must be a folder or a hub id, got '{config.path}': no such folder {folder}")
+    try:
+        if folder.is_dir():
+            if config.gguf_file and not (folder / config.gguf_file).is_file():
+                raise TargetError(f"target.gguf_file must be a file in {folder}, got '{config.gguf_file}'")
+            return str(folder)
+        if (root / config.path.split("/")[0]).is_dir():  # a mistyped folder: a hub would be asked for it for a minute
+            raise TargetError(f"target.path must be a folder or a hub id, got '{config.path}': no such folder {folder}")
+    except OSError as error:  # of a folder that may not be entered, or a name that is too long
+        raise TargetError(f"target.path {config.path} cannot be used: {error}") from None
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", config.path):
         return config.path
     raise TargetError(f"target.path must be a folder or a hub id such as Qwen/Qwen3-4B, got '{config.path}' (no {folder})")
