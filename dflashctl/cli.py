@@ -302,7 +302,7 @@ def show(
         ctx.out.document({"tag": tag, "host": name, "host_from": source, "values": values})
     else:
         ctx.out.note(f"would run on host {name} ({source})")
-        ctx.out.table(("key", "value", "from"), rows)
+        ctx.out.table(("key", "value", "from"), rows, wrapped=1)
 
 
 _WrongArguments: type[Exception] = typer.BadParameter.__mro__[2]

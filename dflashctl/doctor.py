@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dflashctl.environment import pythons, release, requirements
 from dflashctl.errors import ContainerError, DflashctlError, ExitCode
+from dflashctl.hosts import typed
 from dflashctl.session import MINIMUM_PYTHON, HostSession
 from dflashctl.watch import survey
 
@@ -77,11 +78,11 @@ def document(checks: list[Check]) -> dict[str, Any]:
 def _way(session: HostSession) -> list[Check]:
     """The connection, its host key included, and the container behind it; stops at the first that fails."""
     host, checks = session.host, []
-    if host.transport == "ssh":
-        checks.append(_step(session, "ssh", f"ssh {host.ssh} true", outside=host.container is not None))
+    if host.ssh:
+        checks.append(_step(session, "ssh", f"{typed(host.ssh)} true", outside=host.container is not None))
     if host.container and (not checks or checks[-1].is_well):
         command = f"/usr/sbin/pct exec {host.container.id} -- true"
-        checks.append(_step(session, "container", f"ssh {host.ssh} {command}" if host.ssh else command, outside=False))
+        checks.append(_step(session, "container", f"{typed(host.ssh)} {command}" if host.ssh else command, outside=False))
     return checks or [_step(session, "host", "true", outside=False)]
 
 

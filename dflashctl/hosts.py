@@ -85,6 +85,12 @@ class Hosts:
         return self.hosts[name]
 
 
+def typed(target: str) -> str:
+    """The `ssh` command for an alias or user@host[:port], as a person types it."""
+    host, _, port = target.rpartition(":")
+    return f"ssh -p {port} {host}" if host and port.isdecimal() else f"ssh {target}"
+
+
 def load_hosts(environ: Mapping[str, str], cwd: Path) -> Hosts:
     """Hosts of `DFLASHCTL_HOSTS`, else of the nearest hosts.yaml in `cwd` or above, else the built-in `local`.
 

@@ -88,20 +88,23 @@ class Renderer:
             return _LogDocuments(self)
         return LogStream(sys.stderr if self.as_json else sys.stdout)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Rows of values; None reads `-`, and a state has its colour on a terminal."""
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], wrapped: int = -1) -> None:
+        """Rows of values; None reads `-`, and a state has its colour on a terminal, where one column is `wrapped`."""
         texts = [[printable("-" if value is None else str(value)) for value in row] for row in rows]
         if not self.is_terminal:
             for row in texts:
                 self.line("\t".join(text.replace("\t", " ").replace("\n", " ") for text in row))
             return
+        from rich.cells import cell_len
         from rich.console import Console  # a tenth of a second that only terminals need
         from rich.table import Column, Table
         from rich.text import Text
 
-        # only the last column, a sentence, is wrapped; a terminal too narrow for the others breaks lines, which cuts no name
-        heads = [Column(name, no_wrap=True) for name in columns[:-1]]
-        table = Table(*heads, Column(columns[-1], overflow="fold"), box=None, pad_edge=False)
+        # only one column, of sentences, is wrapped; a terminal too narrow for the others breaks lines, which cuts no name
+        widths = [max(map(cell_len, cells)) for cells in zip(columns, *texts, strict=True)]
+        heads = [Column(name, no_wrap=True, min_width=width) for name, width in zip(columns, widths, strict=True)]
+        heads[wrapped] = Column(columns[wrapped], overflow="fold")
+        table = Table(*heads, box=None, pad_edge=False)
         for row in texts:
             table.add_row(*(Text(text, style=_COLOURS.get(text, "")) for text in row))
         console = Console()

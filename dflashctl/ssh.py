@@ -25,6 +25,7 @@ from fabric import Config, Connection
 from paramiko.hostkeys import HostKeyEntry, HostKeys, InvalidHostKey
 
 from dflashctl.errors import HostError, RemoteTimeoutError
+from dflashctl.hosts import typed
 from dflashctl.remote import MOST_BYTES, Completed
 
 CONNECT_S = 20.0
@@ -455,23 +456,23 @@ class _Policy(paramiko.MissingHostKeyPolicy):
 def _explained(error: Exception, destination: Destination, name: str) -> HostError:
     """What fabric, paramiko and the socket raise, as one sentence."""
     place = f"host {name} ({destination.user}@{destination.hostname}:{destination.port})"
-    files = ", ".join(str(path) for path in destination.known_hosts[:1])
+    files, ssh = ", ".join(str(path) for path in destination.known_hosts[:1]), typed(destination.alias)
     match error:
         case paramiko.BadHostKeyException():
             return HostError(
                 f"{place}: its host key is not the one in known_hosts: somebody else answers, or the host was reinstalled",
-                hint=f"if you know why: ssh-keygen -f {files} -R '{destination.key_name}', then ssh {destination.alias} once",
+                hint=f"if you know why: ssh-keygen -f {files} -R '{destination.key_name}', then {ssh} once",
             )
         case _UnknownKey():
             return HostError(
                 f"{place}: its host key is unknown ({error.key.get_name()} SHA256:{_fingerprint(error.key)})",
-                hint=f"compare it, then accept it once with: ssh {destination.alias}",
+                hint=f"compare it, then accept it once with: {ssh}",
             )
         case paramiko.PasswordRequiredException():
             return HostError(f"{place}: its key needs a passphrase", hint="ssh-add the key; dflashctl asks nothing")
         case paramiko.AuthenticationException():
             keys = ", ".join(_private(destination)) or "no key file"
-            return HostError(f"{place}: access denied with {keys}", hint=f"see that this works: ssh {destination.alias} true")
+            return HostError(f"{place}: access denied with {keys}", hint=f"see that this works: {ssh} true")
         case socket.gaierror():
             return HostError(f"{place}: no such name", hint=f"hosts.{name}.ssh must be an alias of ~/.ssh/config or user@host")
         case TimeoutError():

@@ -135,6 +135,8 @@ def tour() -> None:
     """Say what the newest quickstart run did, from its own events."""
     run = (ROOT / "train_quickstart.log").resolve().parent
     steps = [e for e in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if e["event"] == "step"]
+    if not steps:
+        sys.exit(f"{run.name} has not come to its first step: dflashctl launch --tag quickstart --follow")
     first, last = steps[0], steps[-1]
     before, after = first["accuracy"][0], last["accuracy"][0]
     print(f"""

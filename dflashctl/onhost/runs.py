@@ -73,7 +73,9 @@ def _refuse_missing(layout: Layout, config: dict[str, Any]) -> None:
     if not data.is_dir():
         hint = "dflashctl prepare makes an experiment's data, dflashctl push sends shards"
         raise Fault("config", f"data.path must be a folder of shards, got {config['data']['path']}: there is no {data}", hint)
-    target = config["target"]["path"]
+    target, gguf = config["target"]["path"], config["target"]["gguf_file"]
+    if gguf and (layout.root / target).is_dir() and not (layout.root / target / gguf).is_file():
+        raise Fault("config", f"target.gguf_file must be a file in {layout.root / target}, got {gguf}")
     if (layout.root / target.split("/")[0]).is_dir() and not (layout.root / target).is_dir():  # else it may be a hub id
         hint = "dflashctl push sends a target model"
         raise Fault(

@@ -27,10 +27,12 @@ _NOT_PULLED = frozenset({"cache", "secrets.sh", "room"})
 def plan(args: dict[str, Any]) -> dict[str, Any]:
     """What of `files` [{path, size, sha256}] is still to be sent to root/`dest`: `offsets` {path: bytes that are here}.
 
-    Raises Fault where `dest` is a place of ours, and where the disk is too small.
+    Raises Fault where `dest` is a place of ours or, for a file, a folder, and where the disk is too small.
     """
     layout = Layout(args["root"])
     dest, incoming = _dest(layout, args["dest"]), _incoming(layout, args["id"])
+    if dest.is_dir() and not all(file["path"] for file in args["files"]):
+        raise Fault("environment", f"{args['dest']} is a folder: name the file that is to lie in it")
     offsets = {}
     for file in args["files"]:
         if not _is_same(dest / file["path"] if file["path"] else dest, file):

@@ -304,3 +304,11 @@ def test_what_is_not_there_is_said_before_anything_starts(bench, setting: str, s
     done = bench("launch", "--tag", "quick", "--set", setting)
     assert (done.exit_code, sentence.format(root=bench.root) in done.stderr) == (3, True)
     assert not (bench.root / "runs").exists()
+
+
+def test_a_gguf_file_that_is_not_there_is_said_before_anything_starts(bench) -> None:
+    (bench.root / "targets/tiny").mkdir(parents=True)
+    done = bench("launch", "--tag", "quick", "--set", "target.path=targets/tiny", "--set", "target.gguf_file=none.gguf")
+    sentence = f"target.gguf_file must be a file in {bench.root}/targets/tiny, got none.gguf"
+    assert (done.exit_code, sentence in done.stderr) == (3, True)
+    assert not (bench.root / "runs").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dflashctl.errors import ConfigurationError
-from dflashctl.hosts import Container, Host, Hosts, Idle, load_hosts
+from dflashctl.hosts import Container, Host, Hosts, Idle, load_hosts, typed
 
 SHIPPED = Path(__file__).parents[2]
 
@@ -191,3 +191,10 @@ def test_a_wrong_host_is_refused_by_key(tmp_path: Path, keys: str, says: str) ->
 def test_an_octal_looking_id_is_refused_with_its_line(tmp_path: Path) -> None:
     text = "hosts:\n  ct200:\n    container: {kind: proxmox, id: 0200}\n"
     assert refusal(tmp_path, text).startswith("hosts.yaml:3: a number must not start with 0 (older YAML reads 0200 as octal)")
+
+
+@pytest.mark.parametrize(
+    ("target", "command"), [("pve", "ssh pve"), ("root@box", "ssh root@box"), ("root@box:2222", "ssh -p 2222 root@box")]
+)
+def test_ssh_as_a_person_types_it(target: str, command: str) -> None:
+    assert typed(target) == command

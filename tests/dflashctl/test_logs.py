@@ -365,3 +365,13 @@ def test_names_are_whole_in_pipes_and_on_every_terminal(bench) -> None:
     assert f"{tag}-1\t" in bench("runs").stdout
     assert f"{tag}-1\t" in on_terminal(bench, "runs", term="dumb", columns=40)
     assert f"{tag}-1 " in on_terminal(bench, "runs", columns=40)
+
+
+def test_show_says_on_a_terminal_of_each_value_where_it_came_from(bench) -> None:
+    path = bench.experiment("long")
+    path.write_text(path.read_text().replace("hypothesis: ", "hypothesis: " + "many words that say why " * 20))
+    shown = on_terminal(bench, "show", "long", "--set", "optim.lr_warmup_steps=7")
+    lines = re.sub("\x1b[^m]*m", "", shown).splitlines()
+    (line,) = [line for line in lines if line.startswith("optim.lr_warmup_steps ")]
+    assert line.split() == ["optim.lr_warmup_steps", "7", "--set"]
+    assert not [line for line in lines if "…" in line or len(line) > 80]

@@ -51,6 +51,14 @@ def test_no_place_of_ours_is_written(bench, data: Path, dest: str) -> None:
     assert not bench.root.exists() or not list(bench.root.iterdir())
 
 
+def test_a_file_does_not_take_a_folders_place(bench, data: Path) -> None:
+    (bench.root / "data").mkdir(parents=True)
+    done = bench("push", "local", "chats (1)/tokens.bin", "data")
+    assert done.exit_code == 8
+    assert "data is a folder: name the file that is to lie in it" in done.stderr
+    assert not (bench.root / "incoming").exists()
+
+
 def test_a_link_to_a_folder_is_refused_and_not_left_out(bench, data: Path) -> None:
     (data / "more").symlink_to(bench.folder)
     done = bench("push", "local", "chats (1)", "data/chats")
