@@ -16,7 +16,7 @@ from dflashctl.onhost import caches, environment, leases, secrets, wrapper
 from dflashctl.onhost.entry import Fault, require_python
 from dflashctl.onhost.layout import Layout, RunFolder, point_link, write_text
 from dflashctl.onhost.logs import last_lines
-from dflashctl.onhost.processes import recorded_process
+from dflashctl.onhost.processes import family, recorded_process
 from dflashctl.onhost.states import LIVING, UNKNOWN, state_of
 
 _PID_FILE_S = 15.0
@@ -97,6 +97,12 @@ def _checkpoint(layout: Layout, resume: dict[str, str] | None) -> str | None:
             "environment",
             f"run {parent.run} is still living",
             f"dflashctl tail {parent.run} follows it, dflashctl stop {parent.run} ends it",
+        )
+    if left := family(None, parent.launch_id()):  # its trainer may train on when only its wrapper was killed
+        raise Fault(
+            "environment",
+            f"run {parent.run} has ended, but pid {left[0].pid} ({left[0].name}) of it lives",
+            f"dflashctl stop {parent.run} ends what it has left",
         )
     if told["last_event"] == "finished" or _is_trained(parent):
         raise Fault("environment", f"run {parent.run} has finished all its steps, and keeps nothing to go on from")

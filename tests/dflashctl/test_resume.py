@@ -1,6 +1,8 @@
 """`launch --resume`: a run that goes on from another's newest checkpoint, and says whose."""
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -71,6 +73,20 @@ def test_what_set_gave_a_run_goes_on_with_it(bench) -> None:
     bench.experiment("other")
     assert bench(*words, "--tag", "other", "--resume", "quick-1").exit_code == 0
     assert not bench("tail", "other-1").stdout.endswith("1 1e-05 7\n")
+
+
+def test_a_run_of_which_the_trainer_outlives_its_wrapper_is_not_resumed_beside_it(bench) -> None:
+    bench.trainer(f"{CHECKPOINT}\nprint('up', flush=True)\nimport time; time.sleep(600)")
+    assert bench("launch", "--tag", "quick", "--startup-seconds", "0").exit_code == 0
+    bench.until(lambda: "up" in bench("tail", "--no-follow").stdout)
+    os.kill(int((bench.run_folder("quick-1") / "pid").read_text().split()[0]), signal.SIGKILL)
+    (trainer,) = bench.marked("quick-1")
+    done = bench("launch", "--resume", "quick-1")
+    assert done.exit_code == 8
+    assert f"run quick-1 has ended, but pid {trainer} (" in done.stderr
+    assert "dflashctl stop quick-1 ends what it has left" in done.stderr
+    assert bench("stop", "quick-1").exit_code == 0
+    assert bench("launch", "--resume", "quick-1", "--startup-seconds", "0").exit_code == 0
 
 
 def test_a_run_that_has_finished_is_not_resumed(trained) -> None:

@@ -43,7 +43,7 @@ class Host:
         if verb == "peek":
             return {"state": KILLED, "data": "", "place": watch.BEGIN, "log": "", "left": 0, "restarted": False}
         assert verb == "checkpoint"
-        return {"checkpoint": f"runs/{args['run']}/checkpoints/step-10"}
+        return {"checkpoint": f"runs/{args['run']}/checkpoints/step-10", "is_last": False}
 
     def reconnect(self) -> None:
         pass
