@@ -261,5 +261,5 @@ def test_a_host_that_is_not_there_is_a_failed_check_among_others(patient) -> Non
     well, dead = done.document["hosts"]
     assert len(well["checks"]) > 10
     assert [(check["name"], check["state"]) for check in dead["checks"]] == [("ssh", "failed")]
-    assert dead["checks"][0]["command"] == f"ssh nobody@127.0.0.1:{port} true"
+    assert dead["checks"][0]["command"] == f"ssh -p {port} nobody@127.0.0.1 true"
     assert {line.partition(": ")[0] for line in patient("doctor", "--all").stdout.splitlines()} == {"local", "dead"}

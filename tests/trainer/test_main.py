@@ -424,7 +424,7 @@ def test_ctrl_c_while_a_command_imports_torch_is_one_word(tmp_path: Path, module
         (tmp_path / f"{name}.py").write_text(slow)
     # a test run in the background of a script inherits an ignored SIGINT, and so would its children
     command = ["env", "--default-signal=INT", sys.executable, "-m", f"trainer.{module}"]
-    paths = os.pathsep.join([str(tmp_path), str(Path(trainer.__file__).parents[1])])
+    paths = os.pathsep.join([str(tmp_path), str(Path(trainer.pipeline.__file__).parents[1])])
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=ENDS_WITHIN_S, check=False
     )
