@@ -11,7 +11,6 @@ the format. Only the BatchPrefetcher reads documents while a run is on.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.errors import DataError
+from trainer.events import alone_in
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
@@ -198,14 +198,15 @@ def folder_that_appears_whole(output: Path) -> Iterator[Path]:
     number may be another's in another container, or a later start's.
     """
     prefix = f".{output.name}.incoming-"
+    held = DataError(f"{output} is being written by another `python -m trainer.prepare`; wait for it to end")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         for left in [path for path in output.parent.iterdir() if path.name.startswith(prefix)]:
-            with _locked(left, output):
+            with alone_in(left, held):
                 shutil.rmtree(left, ignore_errors=True)
         folder = output.parent / f"{prefix}{os.getpid()}"
         folder.mkdir()
-        with _locked(folder, output):
+        with alone_in(folder, held):
             try:
                 yield folder
                 folder.rename(output)
@@ -213,20 +214,6 @@ def folder_that_appears_whole(output: Path) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise DataError(f"{output} cannot be written: {error}") from None
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, output: Path) -> Iterator[None]:
-    """Hold `folder`, until this process dies at the latest; raises DataError if another one does, OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{output} is being written by another `python -m trainer.prepare`; wait for it to end") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

@@ -69,8 +69,10 @@ class EventLog:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Hold `folder` against other runs, until this process dies at the latest; raises ConfigError if one holds it, OSError.
+def alone_in(folder: Path, refusal: TrainerError | None = None) -> Iterator[None]:
+    """Hold `folder` against other runs, until this process dies at the latest.
+
+    Raises `refusal`, by default a ConfigError, if one holds it, and OSError.
 
     To be held before anything there is set aside: what a living run writes is not an earlier start's.
     """
@@ -79,7 +81,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{folder.resolve()}: another run works in this folder") from None
+            raise refusal or ConfigError(f"{folder.resolve()}: another run works in this folder") from None
         yield
     finally:
         os.close(descriptor)
